@@ -1,0 +1,79 @@
+package paced
+
+import "time"
+
+// A Listener is told what a loop does, in the manner of
+// httptrace.ClientTrace: every field is optional. The funcs are called on the
+// loop's own goroutine, between bodies and with nothing locked, so that they
+// may do anything but should be quick. Leaving the loop is not among the
+// things they can do: cancel the context instead.
+type Listener struct {
+	// Subscribed: a consumer was made and the loop reads from it. generation
+	// counts from 1; every rebuild makes a new one.
+	Subscribed func(consumer string, generation int)
+	// Resubscribing: the loop makes a new consumer, after delay, because of
+	// reason. attempt counts the tries since a message was last yielded.
+	Resubscribing func(reason error, attempt int, delay time.Duration)
+	// Failed: something went wrong that the loop goes on after: a pull that
+	// the server ended for a reason of its own, an attempt to subscribe that
+	// did not succeed.
+	Failed func(err error)
+	// PullIssued: a pull was sent. maxBytes is 0 for a pull without a byte
+	// bound.
+	PullIssued func(batch, maxBytes int)
+	// Handled: the body came back for the next message. took is the time it
+	// spent on this one.
+	Handled func(sequence uint64, subject string, took time.Duration)
+	// CaughtUp: what was present when the range began has been yielded.
+	// sequence is the stream's last sequence then. Once per range.
+	CaughtUp func(sequence uint64)
+}
+
+// Listeners makes one listener of several: each event goes to all of them in
+// order. Nil entries are passed over.
+func Listeners(ls ...*Listener) *Listener {
+	return &Listener{
+		Subscribed: func(consumer string, generation int) {
+			for _, l := range ls {
+				if l != nil && l.Subscribed != nil {
+					l.Subscribed(consumer, generation)
+				}
+			}
+		},
+		Resubscribing: func(reason error, attempt int, delay time.Duration) {
+			for _, l := range ls {
+				if l != nil && l.Resubscribing != nil {
+					l.Resubscribing(reason, attempt, delay)
+				}
+			}
+		},
+		Failed: func(err error) {
+			for _, l := range ls {
+				if l != nil && l.Failed != nil {
+					l.Failed(err)
+				}
+			}
+		},
+		PullIssued: func(batch, maxBytes int) {
+			for _, l := range ls {
+				if l != nil && l.PullIssued != nil {
+					l.PullIssued(batch, maxBytes)
+				}
+			}
+		},
+		Handled: func(sequence uint64, subject string, took time.Duration) {
+			for _, l := range ls {
+				if l != nil && l.Handled != nil {
+					l.Handled(sequence, subject, took)
+				}
+			}
+		},
+		CaughtUp: func(sequence uint64) {
+			for _, l := range ls {
+				if l != nil && l.CaughtUp != nil {
+					l.CaughtUp(sequence)
+				}
+			}
+		},
+	}
+}

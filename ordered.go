@@ -1,0 +1,348 @@
+package paced
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"fmt"
+	"iter"
+	"strconv"
+	"sync/atomic"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+)
+
+// Ordered returns a sequence of the messages of a stream in stream order, none
+// missing and none twice, that goes on live when it has caught up.
+//
+// Nothing happens before it is ranged over, and cfg is copied. Each range makes
+// a server-side consumer of its own that starts where cfg says, and removes it
+// when the loop ends, however it ends: break, return, panic, a done context or
+// an error. Ranging again starts again from cfg; to go on where a range
+// stopped use [NewOrderedConsumer].
+//
+// Each pair is a message or an error, never both and never neither. An error is
+// the last pair. Whatever can be repaired (a lost consumer or connection, a
+// restarted server, a missed heartbeat, a gap) is repaired inside the loop
+// behind the last message yielded and told to cfg.Listener; it is not yielded.
+// The errors that end a sequence are listed at [ErrInvalidConfig]. When ctx is
+// done the next pair is an error that is both ctx.Err() and context.Cause(ctx).
+// Without an error the sequence ends only when the body leaves it, or behind
+// UntilCaughtUp, UntilSeq or UntilTime.
+//
+// The loop body is the handler. It may take any time: the server is asked for
+// more only when the loop comes back, for at most what the bounds leave room
+// for, and time spent in the body never counts against the server. A message
+// is handled when the loop comes back for the next one.
+//
+// All of it runs on the caller's goroutine, so that it works with iter.Pull2
+// and inside other iterators, as long as those do not read ahead. The
+// exception is the clean-up behind a loop that has ended: one goroutine that
+// lives no longer than the connection's own timeout.
+func Ordered(ctx context.Context, js jetstream.JetStream, cfg OrderedConfig) iter.Seq2[Msg, error] {
+	err := cfg.validate()
+	c := cfg.withDefaults()
+	return func(yield func(Msg, error) bool) {
+		if err != nil {
+			yield(Msg{}, err)
+			return
+		}
+		r := reader{cfg: &c}
+		r.run(ctx, js, yield)
+	}
+}
+
+// OrderedConsumer is a handle on an ordered reader that keeps its position
+// between ranges. One range at a time; Stats may be called from any goroutine.
+type OrderedConsumer struct {
+	js    jetstream.JetStream
+	cfg   OrderedConfig
+	inUse atomic.Bool
+	board board
+	where bookmark // touched by the range that holds inUse
+}
+
+// bookmark is what a handle keeps between ranges.
+type bookmark struct {
+	set     bool
+	at      uint64
+	created time.Time
+}
+
+// NewOrderedConsumer returns a handle that reads what cfg says. Nothing is sent
+// before it is ranged over. The error is a [*ConfigError].
+func NewOrderedConsumer(js jetstream.JetStream, cfg OrderedConfig) (*OrderedConsumer, error) {
+	if _, err := usable(js); err != nil {
+		return nil, err
+	}
+	if err := cfg.validate(); err != nil {
+		return nil, err
+	}
+	return &OrderedConsumer{js: js, cfg: cfg.withDefaults()}, nil
+}
+
+// Backlog returns a finite sequence: what is present when the range begins and
+// was not yielded by an earlier range. What is stored later is left for the
+// next one. The contract is that of [Ordered]; the position is kept, so that a
+// range goes on behind the last message yielded.
+func (c *OrderedConsumer) Backlog(ctx context.Context) iter.Seq2[Msg, error] {
+	return c.sequence(ctx, true)
+}
+
+// Messages returns a sequence that goes on behind the last message yielded, or
+// starts where the configuration says, and stays live. The contract is that of
+// [Ordered]. A message in hand when the body left counts as yielded: the next
+// range goes on after it.
+func (c *OrderedConsumer) Messages(ctx context.Context) iter.Seq2[Msg, error] {
+	return c.sequence(ctx, false)
+}
+
+// Stats returns a picture of the loop. It may be called from any goroutine,
+// also while no range runs.
+func (c *OrderedConsumer) Stats() Stats { return c.board.read() }
+
+func (c *OrderedConsumer) sequence(ctx context.Context, finite bool) iter.Seq2[Msg, error] {
+	return func(yield func(Msg, error) bool) {
+		if !c.inUse.CompareAndSwap(false, true) {
+			yield(Msg{}, ErrInUse)
+			return
+		}
+		defer c.inUse.Store(false)
+		r := reader{cfg: &c.cfg, finite: finite, board: &c.board, where: &c.where}
+		r.run(ctx, c.js, yield)
+	}
+}
+
+// reader is one range over an ordered sequence: the recipe that the loop runs
+// with.
+type reader struct {
+	cfg     *OrderedConfig
+	finite  bool
+	board   *board
+	where   *bookmark
+	api     string
+	created time.Time // of the stream, once known
+	shrunk  bool      // the stream's last sequence was once below the position
+}
+
+func (r *reader) run(ctx context.Context, js jetstream.JetStream, yield func(Msg, error) bool) {
+	where := "stream " + r.cfg.Stream
+	if ctx.Err() != nil {
+		yield(Msg{}, newDoneError(ctx, where))
+		return
+	}
+	nc, err := usable(js)
+	if err != nil {
+		yield(Msg{}, err)
+		return
+	}
+	if nc.IsClosed() {
+		yield(Msg{}, fmt.Errorf("paced: %s: %w", where, nats.ErrConnectionClosed))
+		return
+	}
+	r.api = apiPrefix(js)
+	l := newLoop(ctx, newLink(nc), joinBudget(nc))
+	r.prepare(l)
+	l.run(yield)
+}
+
+// prepare sets a loop up for this reader.
+func (r *reader) prepare(l *loop) {
+	c := r.cfg
+	l.where = "stream " + c.Stream
+	l.stream = c.Stream
+	l.apiPrefix = r.api
+	l.tuning, l.lis, l.board = c.Tuning, c.Listener, r.board
+	l.maxMessages, l.maxBytes = c.MaxMessages, c.MaxBytes
+	l.pace = newPacer(c.MaxMessages, startCredit, c.Tuning.LookAhead)
+	l.until = c.UntilSeq
+	if c.UntilTime != nil {
+		l.untilAt = *c.UntilTime
+	}
+	l.recipe = recipe{
+		create: r.create,
+		vet:    r.same,
+		finite: r.finite || c.UntilCaughtUp || (c.UntilTime != nil && c.UntilTime.Before(time.Now())),
+		replay: c.ReplayPolicy == jetstream.ReplayOriginalPolicy,
+	}
+	if r.where != nil {
+		w := r.where
+		l.pos.at, r.created = w.at, w.created
+		l.onLeave = func() {
+			if l.serial > 0 {
+				*w = bookmark{set: true, at: l.pos.at, created: r.created}
+			}
+		}
+	}
+}
+
+// create makes the consumer of the next generation. Before the first one it
+// learns what the stream is and where it ends now; afterwards the stream is
+// compared beside the first pull (vetNow).
+func (r *reader) create(l *loop) error {
+	c := r.cfg
+	if l.serial == 0 {
+		info, err := l.streamInfo(l.api("STREAM.INFO." + c.Stream))
+		if err != nil {
+			return err
+		}
+		if err := r.meet(l, info); err != nil {
+			return err
+		}
+	}
+	cc, exact := r.consumerConfig(l)
+	subject := "CONSUMER.CREATE." + c.Stream + "." + cc.Name
+	if cc.FilterSubject != "" {
+		subject += "." + cc.FilterSubject
+	}
+	info, err := l.consumerCreate(l.api(subject), consumerCreate{Stream: c.Stream, Config: cc, Action: "create"})
+	if err != nil {
+		return err
+	}
+	l.serial++
+	l.pos.created(info.Delivered.Stream, info.NumPending, l.target)
+	l.exact = exact
+	l.limits = pullLimits{
+		batch:   info.Config.MaxRequestBatch,
+		bytes:   info.Config.MaxRequestMaxBytes,
+		expires: info.Config.MaxRequestExpires,
+	}
+	l.gen = &generation{stream: c.Stream, consumer: cc.Name, created: r.created, number: l.serial}
+	l.ack = ""
+	l.pullTo = l.api("CONSUMER.MSG.NEXT." + c.Stream + "." + cc.Name)
+	return nil
+}
+
+// meet takes over what the stream is when the range begins.
+func (r *reader) meet(l *loop, info *jetstream.StreamInfo) error {
+	if p := info.Config.Retention; p != jetstream.LimitsPolicy {
+		return &ConfigError{Field: "OrderedConfig.Stream", Value: quoted(r.cfg.Stream) + " (" + p.String() + " retention)",
+			Bound: "a stream with limits retention: an ack-none reader removes the messages of the others"}
+	}
+	switch {
+	case r.where != nil && r.where.set:
+		if err := r.same(l, info); err != nil {
+			return err
+		}
+	case r.cfg.DeliverPolicy == jetstream.DeliverByStartSequencePolicy:
+		l.pos.at = r.cfg.OptStartSeq - 1
+	case r.cfg.DeliverPolicy == jetstream.DeliverNewPolicy:
+		// Fixed here: a consumer made with "new" that is lost before its
+		// first message would begin anew, behind what was published meanwhile.
+		l.pos.at = info.State.LastSeq
+	}
+	r.created = info.Created
+	l.target = info.State.LastSeq
+	l.maxMessage = l.link.maxPayload()
+	if n := int(info.Config.MaxMsgSize); n > 0 {
+		l.maxMessage = min(l.maxMessage, n)
+	}
+	l.maxMessage += 4 << 10 // subject and reply count too
+	return nil
+}
+
+// consumerConfig makes the configuration of the next generation from scratch:
+// by start sequence wherever the start is known, never a start time together
+// with a sequence and never sequence 0. exact reports that a consumer which
+// loses its state and comes back under its name starts at the right place.
+func (r *reader) consumerConfig(l *loop) (cc jetstream.ConsumerConfig, exact bool) {
+	c := r.cfg
+	if l.name == "" {
+		if l.prefix == "" {
+			l.prefix = c.NamePrefix + "_" + rand.Text()[:12] + "_"
+		}
+		l.name = l.prefix + strconv.Itoa(l.serial+1)
+	}
+	cc = jetstream.ConsumerConfig{
+		Name:              l.name,
+		AckPolicy:         jetstream.AckNonePolicy,
+		ReplayPolicy:      c.ReplayPolicy,
+		HeadersOnly:       c.HeadersOnly,
+		InactiveThreshold: c.InactiveThreshold,
+		Metadata:          c.Metadata,
+		Replicas:          1,
+		MemoryStorage:     true,
+	}
+	switch len(c.FilterSubjects) {
+	case 0:
+	case 1:
+		cc.FilterSubject = c.FilterSubjects[0]
+	default:
+		cc.FilterSubjects = c.FilterSubjects
+	}
+	started := l.serial > 0 || (r.where != nil && r.where.set)
+	policy := c.DeliverPolicy
+	if started || policy == jetstream.DeliverNewPolicy {
+		policy = jetstream.DeliverByStartSequencePolicy
+	}
+	switch policy {
+	case jetstream.DeliverByStartSequencePolicy:
+		cc.DeliverPolicy = policy
+		cc.OptStartSeq = l.pos.at + 1
+	case jetstream.DeliverByStartTimePolicy:
+		cc.DeliverPolicy = policy
+		cc.OptStartTime = c.OptStartTime
+		return cc, false
+	case jetstream.DeliverLastPolicy:
+		cc.DeliverPolicy = policy
+		return cc, false
+	}
+	return cc, true
+}
+
+// vet is the look at the stream that goes out with the first pull of every
+// generation: it must be the stream that the position belongs to.
+type vet struct {
+	open    bool
+	subject string
+	reply   string
+	before  error // the connection's last error in front of it
+	answer  *nats.Msg
+}
+
+func (l *loop) askVet() error {
+	l.vet = vet{open: true, subject: l.api("STREAM.INFO." + l.stream), reply: l.in.token(0), before: l.link.lastError()}
+	return l.link.publish(l.vet.subject, l.vet.reply, nil)
+}
+
+// vetNow waits for the answer if it is not here yet, and judges it. Nothing is
+// yielded and nothing is concluded before.
+func (l *loop) vetNow() error {
+	m := l.vet.answer
+	if m == nil {
+		var err error
+		if m, err = l.await(l.vet.reply, time.Now().Add(l.patience)); err != nil {
+			if l.ctx.Err() != nil {
+				return newDoneError(l.ctx, l.where)
+			}
+			return &rebuild{fmt.Errorf("%s: %w", l.vet.subject, err)}
+		}
+	}
+	l.vet = vet{}
+	var a streamAnswer
+	if err := json.Unmarshal(m.Data, &a); err != nil {
+		return &rebuild{fmt.Errorf("stream info: %w", err)}
+	}
+	info, err := a.check()
+	if err != nil {
+		return &rebuild{err}
+	}
+	return l.recipe.vet(l, info)
+}
+
+func (r *reader) same(l *loop, info *jetstream.StreamInfo) error {
+	if !info.Created.Equal(r.created) {
+		return l.errorf(fmt.Errorf("%w: created %v, was %v", ErrStreamRecreated, info.Created, r.created))
+	}
+	if info.State.LastSeq < l.pos.at {
+		if !r.shrunk {
+			r.shrunk = true
+			return &rebuild{errBehind}
+		}
+		return l.errorf(fmt.Errorf("%w: its last sequence is %d", ErrStreamRecreated, info.State.LastSeq))
+	}
+	r.shrunk = false
+	return nil
+}

@@ -1,0 +1,424 @@
+package paced
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+)
+
+// Requests of the loop do not go through jetstream's own calls: their answers
+// come through the loop's inbox, so that the loop can be left at any moment,
+// nothing waits behind nats.go's request table, an answer is a barrier behind
+// the data that was on the wire, and a refused request is known after one
+// round trip instead of a timeout.
+
+// apiError is the part of an answer that says what went wrong.
+type apiError struct {
+	Error *jetstream.APIError `json:"error"`
+}
+
+type consumerCreate struct {
+	Stream string                   `json:"stream_name"`
+	Config jetstream.ConsumerConfig `json:"config"`
+	Action string                   `json:"action,omitempty"`
+}
+
+type consumerAnswer struct {
+	apiError
+	*jetstream.ConsumerInfo
+}
+
+type streamAnswer struct {
+	apiError
+	*jetstream.StreamInfo
+}
+
+// answered returns the API error of an answer, with the sentinel of package
+// jetstream where it has one.
+func (a *apiError) answered() error {
+	if a.Error == nil {
+		return nil
+	}
+	switch a.Error.ErrorCode {
+	case jetstream.JSErrCodeStreamNotFound:
+		return fmt.Errorf("%w: %w", jetstream.ErrStreamNotFound, a.Error)
+	case jetstream.JSErrCodeConsumerNotFound:
+		return fmt.Errorf("%w: %w", jetstream.ErrConsumerNotFound, a.Error)
+	case jetstream.JSErrCodeMaximumConsumersLimit:
+		return fmt.Errorf("%w: %w", jetstream.ErrMaximumConsumersLimit, a.Error)
+	}
+	return a.Error
+}
+
+// transient reports whether the same request may succeed later. The server's
+// codes are those of HTTP: 4xx is about the request, 5xx about the moment. Two
+// of the former pass as well: too many consumers, and a name taken by one of
+// our own that is being deleted.
+func transient(err error) bool {
+	if errors.Is(err, nats.ErrPermissionViolation) || errors.Is(err, nats.ErrConnectionClosed) || errors.Is(err, ErrInvalidConfig) {
+		return false
+	}
+	if api, ok := errors.AsType[*jetstream.APIError](err); ok {
+		return api.Code >= 500 || api.Code == 408 || api.Code == 429 ||
+			api.ErrorCode == jetstream.JSErrCodeMaximumConsumersLimit || errors.Is(err, errNotMissing)
+	}
+	return true
+}
+
+// request sends a request and waits for its answer. Frames that arrive
+// meanwhile are kept in order. It takes at most the loop's patience, which
+// doubles with every time-out.
+func (l *loop) request(subject string, body []byte) (*nats.Msg, error) {
+	if !l.up {
+		return nil, errNotYet
+	}
+	reply := l.in.token(0)
+	l.asked = reply
+	before := l.link.lastError()
+	start := time.Now()
+	deadline := start.Add(l.patience)
+	if err := l.link.publish(subject, reply, body); err != nil {
+		return nil, err
+	}
+	if err := l.barrier(before, deadline, subject, l.in.slots[0].inbox+"*"); err != nil {
+		return nil, err
+	}
+	m, err := l.await(reply, deadline)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", subject, err)
+	}
+	l.pace.roundTrip(time.Since(start))
+	if m.Header.Get("Status") == "503" && len(m.Data) == 0 {
+		return nil, fmt.Errorf("%s: %w", subject, nats.ErrNoResponders)
+	}
+	return m, nil
+}
+
+// barrier waits until the server has read everything sent so far, and returns
+// an error if it refused one of the subjects.
+func (l *loop) barrier(before error, deadline time.Time, subjects ...string) error {
+	ctx, cancel := context.WithDeadline(l.ctx, deadline)
+	defer cancel()
+	if err := l.link.barrier(ctx); err != nil {
+		return nil // the answer, or an event, tells more
+	}
+	return l.link.refused(before, subjects...)
+}
+
+// await reads until the frame with this subject comes, and puts the others
+// aside.
+func (l *loop) await(reply string, deadline time.Time) (*nats.Msg, error) {
+	for i := l.in.head; i < len(l.in.back); i++ {
+		if m := l.in.back[i]; m.Subject == reply && m.Reply == "" {
+			l.in.back = append(l.in.back[:i], l.in.back[i+1:]...)
+			return m, nil
+		}
+	}
+	for {
+		l.arm(deadline)
+		select {
+		case m := <-l.in.ch:
+			if m.Subject == reply && m.Reply == "" {
+				l.patience = defaultRequestTimeout
+				return m, nil
+			}
+			l.in.back = append(l.in.back, m)
+		case s := <-l.link.events:
+			l.event(s)
+			if l.closed {
+				return nil, nats.ErrConnectionClosed
+			}
+			if !l.up || l.moved {
+				return nil, errNotYet
+			}
+		case <-l.timer.C:
+			l.armed = time.Time{}
+			if !time.Now().Before(deadline) {
+				l.patience = min(2*l.patience, maxRequestTimeout)
+				return nil, errNoAnswer
+			}
+		case <-l.done:
+			return nil, l.ctx.Err()
+		}
+	}
+}
+
+func (l *loop) call(subject string, body, answer any) error {
+	var data []byte
+	if body != nil {
+		var err error
+		if data, err = json.Marshal(body); err != nil {
+			return err
+		}
+	}
+	m, err := l.request(subject, data)
+	if err != nil {
+		return err
+	}
+	return json.Unmarshal(m.Data, answer)
+}
+
+func (l *loop) streamInfo(subject string) (*jetstream.StreamInfo, error) {
+	var a streamAnswer
+	if err := l.call(subject, nil, &a); err != nil {
+		return nil, err
+	}
+	return a.check()
+}
+
+func (a *streamAnswer) check() (*jetstream.StreamInfo, error) {
+	if err := a.answered(); err != nil {
+		return nil, err
+	}
+	if a.StreamInfo == nil {
+		return nil, errors.New("empty answer to a stream info request")
+	}
+	return a.StreamInfo, nil
+}
+
+func (l *loop) consumerCreate(subject string, req consumerCreate) (*jetstream.ConsumerInfo, error) {
+	var a consumerAnswer
+	l.making = true
+	if err := l.call(subject, req, &a); err != nil {
+		return nil, err
+	}
+	l.making = false
+	if err := a.answered(); err != nil {
+		if a.Error.ErrorCode == jetstream.JSErrCodeConsumerAlreadyExists {
+			err = fmt.Errorf("%w: %w", errNotMissing, err)
+			l.litter, l.name = append(l.litter, l.name), ""
+		}
+		return nil, err
+	}
+	if a.ConsumerInfo == nil {
+		return nil, errors.New("empty answer to a consumer create request")
+	}
+	return a.ConsumerInfo, nil
+}
+
+// probe asks whether the consumer is there. The answer is a barrier: what was
+// on the wire has arrived before it, so that only the silence behind it counts.
+func (l *loop) probe() directive {
+	arrived := l.in.waiting()
+	var a consumerAnswer
+	err := l.call(l.api("CONSUMER.INFO."+l.gen.stream+"."+l.gen.consumer), nil, &a)
+	if err == nil {
+		err = a.answered()
+	}
+	l.quiet = time.Time{} // the time this took was not spent listening
+	switch {
+	case l.ctx.Err() != nil || l.moved || l.closed || !l.up:
+		return directive{kind: skip} // drain looks at these first
+	case errors.Is(err, errNoAnswer):
+		// Connected, and nothing answers. Tell, and let a rebuild go on
+		// trying: it will not succeed before something changes.
+		l.failed(fmt.Errorf("%w, and no answer to a request: the connection may be half open", errSilent))
+		if l.tuning.ReconnectHalfOpen {
+			if err := l.link.reconnect(); err != nil {
+				l.failed(err)
+			}
+		}
+		return directive{kind: restart, reason: errSilent}
+	case err != nil || a.ConsumerInfo == nil:
+		// Not found, offline, not permitted to ask: a rebuild finds out.
+		return directive{kind: restart, reason: fmt.Errorf("%w: %w", errSilent, orNotFound(err))}
+	case l.in.waiting() > arrived:
+		return directive{kind: skip} // it was only late
+	case a.Delivered.Consumer != l.pos.cseq:
+		return directive{kind: restart, reason: errLostTail}
+	case l.recipe.replay:
+		// Keeping the original pace the server sleeps with a message in hand
+		// and says nothing (consumer.go:5552). It lives; that is enough.
+		for i := range l.in.slots {
+			l.in.slots[i].heard = time.Now()
+		}
+		return directive{kind: skip}
+	}
+	// The consumer lives and has nothing for us, but our pull is not heard
+	// of: its end was lost, or the server dropped it in silence.
+	for i := range l.in.slots {
+		l.in.giveUp(i)
+	}
+	l.failed(errSilent)
+	if err := l.in.connect(0); err != nil {
+		return directive{kind: restart, reason: err}
+	}
+	return directive{kind: pullOver}
+}
+
+func orNotFound(err error) error {
+	if err == nil {
+		return jetstream.ErrConsumerNotFound
+	}
+	return err
+}
+
+// greet puts a barrier behind the first pull of a generation. A pull that the
+// account may not send is answered by nothing but an error on the connection.
+func (l *loop) greet(before error) directive {
+	l.greeted = true
+	deadline := time.Now().Add(l.patience)
+	subjects := []string{l.pullTo, l.in.slots[0].inbox + "*"}
+	if l.vet.open {
+		subjects = append(subjects, l.vet.subject)
+		before = l.vet.before
+	}
+	if err := l.barrier(before, deadline, subjects...); err != nil {
+		return directive{kind: fail, reason: err}
+	}
+	return directive{kind: skip}
+}
+
+// sweep deletes the consumers left behind, by requests nobody waits for: if
+// one is lost, InactiveThreshold is the backstop.
+func (l *loop) sweep() {
+	for _, name := range l.litter {
+		_ = l.link.publish(l.api("CONSUMER.DELETE."+l.stream+"."+name), "", nil)
+	}
+	l.litter = l.litter[:0]
+}
+
+// subscribe makes the next generation of the consumer and starts reading from
+// it. reason is nil for the first one. It returns nil, or the error that ends
+// the sequence.
+func (l *loop) subscribe(reason error) error {
+	first := reason == nil
+	if l.serial > 0 && !l.progress && time.Since(l.since) < maxBackoff {
+		// The generation that was lost brought nothing: go on counting.
+	} else if !first {
+		l.attempt = 0
+	}
+	missing := time.Time{} // when the stream was first found missing
+	for {
+		l.attempt++
+		delay := l.backoff(first)
+		if !first || l.attempt > 1 {
+			err := l.errorf(reason)
+			l.failed(reason)
+			if l.lis.Resubscribing != nil {
+				l.lis.Resubscribing(err, l.attempt, delay)
+			}
+		}
+		if err := l.sleep(delay, first); err != nil {
+			return err
+		}
+		err := l.open()
+		if err == nil {
+			return nil
+		}
+		switch {
+		case l.ctx.Err() != nil:
+			return newDoneError(l.ctx, l.where)
+		case l.closed:
+			return l.errorf(nats.ErrConnectionClosed)
+		case !first && errors.Is(err, jetstream.ErrStreamNotFound):
+			// A stream is often deleted in order to be made anew; and a server
+			// that starts up may not know it yet.
+			if missing.IsZero() {
+				missing = time.Now()
+			} else if time.Since(missing) >= time.Second {
+				return l.errorf(err)
+			}
+		case !transient(err):
+			return l.errorf(err)
+		case first && l.attempt >= firstAttempts:
+			return l.errorf(err)
+		case !first && l.tuning.MaxAttempts > 0 && l.attempt >= l.tuning.MaxAttempts:
+			return l.errorf(err)
+		}
+		reason = err
+	}
+}
+
+// backoff returns the delay in front of this attempt: 100 ms doubling to 5 s,
+// none for the first attempt after progress. With many loops on the connection
+// even that one is spread, a millisecond each, because one cause hits them all.
+func (l *loop) backoff(first bool) time.Duration {
+	if l.attempt > 1 {
+		d := min(100*time.Millisecond<<min(l.attempt-2, 10), maxBackoff)
+		if first {
+			return d
+		}
+		return l.jitter(d)
+	}
+	if !first && l.share.loops() > 32 {
+		return time.Duration(l.share.ordinal()) * time.Millisecond
+	}
+	return 0
+}
+
+// sleep waits for delay, and then until the connection is up: for as long as
+// it takes, or on the first subscribe for as long as a request may take.
+func (l *loop) sleep(delay time.Duration, first bool) error {
+	until := time.Now().Add(delay)
+	giveUp := until.Add(l.patience)
+	for {
+		if err := l.ctx.Err(); err != nil {
+			return newDoneError(l.ctx, l.where)
+		}
+		if l.closed {
+			return l.errorf(nats.ErrConnectionClosed)
+		}
+		now := time.Now()
+		if !now.Before(until) && (l.up || (first && !now.Before(giveUp))) {
+			l.moved = false // nothing is left of the old connection
+			return nil
+		}
+		switch {
+		case now.Before(until):
+			l.arm(until)
+		case first:
+			l.arm(giveUp)
+		default:
+			l.arm(now.Add(time.Hour))
+		}
+		select {
+		case s := <-l.link.events:
+			l.event(s)
+		case <-l.timer.C:
+			l.armed = time.Time{}
+		case <-l.done:
+		}
+	}
+}
+
+// open makes inboxes and consumer.
+func (l *loop) open() error {
+	if !l.up {
+		l.patience = min(2*l.patience, maxRequestTimeout)
+		return errNotYet
+	}
+	l.in.close()
+	l.share.giveBack(l.in.spare)
+	l.in.spare = 0
+	beat, life := l.tuning.heartbeat(l.caught), l.tuning.expires(l.caught)
+	if err := l.in.start(min(startCredit, l.maxMessages), statusRoom(life, beat)); err != nil {
+		return err
+	}
+	l.sweep()
+	if err := l.recipe.create(l); err != nil {
+		return err
+	}
+	now := time.Now()
+	l.since, l.quiet = now, time.Time{}
+	l.notBefore = time.Time{}
+	l.greeted, l.progress, l.oversize = false, false, false
+	l.early, l.confirms = 0, 0
+	l.low = 0
+	l.board.update(func(s *Stats) {
+		s.Stream, s.Consumer, s.Generation = l.gen.stream, l.gen.consumer, l.gen.number
+		if l.gen.number > 1 {
+			s.Rebuilds++
+		}
+	})
+	if l.lis.Subscribed != nil {
+		l.lis.Subscribed(l.gen.consumer, l.gen.number)
+	}
+	l.stretch = time.Now()
+	return l.askVet()
+}
