@@ -103,9 +103,10 @@ type recipe struct {
 	// create makes the server-side consumer of the next generation.
 	create func(*loop) error
 	// vet compares the stream with the one the position belongs to.
-	vet    func(*loop, *jetstream.StreamInfo) error
-	finite bool // ends when caught up
-	replay bool // the server keeps the original pace: silence means nothing
+	vet     func(*loop, *jetstream.StreamInfo) error
+	finite  bool // ends when caught up
+	replay  bool // the server keeps the original pace: silence means nothing
+	inOrder bool // data and statuses come in the order they were sent (ack none)
 }
 
 // pullLimits are the limits that the server-side consumer puts on a pull; 0:
@@ -410,6 +411,10 @@ func (l *loop) status(m *nats.Msg) directive {
 	}
 	empty := s.got == 0 && undelivered == s.owed
 	l.ending(s, description, empty)
+	if l.recipe.inOrder && s.owed > undelivered {
+		// What the server says it sent would have come first.
+		return directive{kind: restart, reason: errLostTail}
+	}
 	l.in.terminated(s, undelivered, time.Now(), max(2*s.heartbeat, time.Second))
 	return d
 }
@@ -658,7 +663,7 @@ func (l *loop) ask() directive {
 		return directive{kind: skip}
 	}
 	l.fold(now)
-	credit := l.pace.adjust()
+	credit := l.pace.adjust(l.pos.pending)
 	l.low = credit / 2
 	batch := credit - l.in.owed
 	expected := int(min(l.pos.pending, uint64(l.maxMessages)))
@@ -735,15 +740,20 @@ func (l *loop) room(batch, statuses int) (int, bool) {
 		}
 		return fit, true
 	}
-	credit := startCredit
-	for credit < l.pace.credit {
-		credit *= 8
-	}
-	credit = min(credit, l.maxMessages)
-	if err := l.in.grow(credit + 2*statuses + 8); err != nil {
+	if err := l.in.grow(capacity(l.pace.credit, l.maxMessages) + 2*statuses + 8); err != nil {
 		return 0, false
 	}
 	return max(1, l.in.fits(batch, statuses)), true
+}
+
+// capacity is how many messages a channel is made for: few sizes, so that a
+// growing credit swaps it rarely.
+func capacity(credit, limit int) int {
+	n := startCredit
+	for n < credit {
+		n *= 8
+	}
+	return min(n, limit)
 }
 
 // reserve claims the bytes of a pull and sets its max_bytes.

@@ -162,10 +162,11 @@ func (r *reader) prepare(l *loop) {
 		l.untilAt = *c.UntilTime
 	}
 	l.recipe = recipe{
-		create: r.create,
-		vet:    r.same,
-		finite: r.finite || c.UntilCaughtUp || (c.UntilTime != nil && c.UntilTime.Before(time.Now())),
-		replay: c.ReplayPolicy == jetstream.ReplayOriginalPolicy,
+		create:  r.create,
+		vet:     r.same,
+		inOrder: true,
+		finite:  r.finite || c.UntilCaughtUp || (c.UntilTime != nil && c.UntilTime.Before(time.Now())),
+		replay:  c.ReplayPolicy == jetstream.ReplayOriginalPolicy,
 	}
 	if r.where != nil {
 		w := r.where

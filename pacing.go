@@ -95,14 +95,19 @@ func (p *pacer) saw(size int) {
 	}
 }
 
-// adjust moves the credit towards what the body needs: up by doubling, down at
-// once.
-func (p *pacer) adjust() int {
+// adjust moves the credit towards what the body needs: down at once, up by
+// doubling and only while more is pending on the server than that: a reader
+// that follows a quiet stream needs no room for thousands.
+func (p *pacer) adjust(pending uint64) int {
 	target := p.limit
 	if p.body.known && p.body.value > 0 {
 		target = min(target, max(1, int(float64(p.lookAhead())/p.body.value)))
 	}
-	p.credit = max(1, min(target, 2*p.credit))
+	most := p.credit
+	if pending > uint64(most) {
+		most *= 2
+	}
+	p.credit = max(1, min(target, max(most, min(startCredit, p.limit))))
 	// The largest message counts for a while, not for ever.
 	p.large -= (p.large - p.meanSize()) / 16
 	return p.credit

@@ -275,10 +275,11 @@ func (l *loop) greet(before error) directive {
 }
 
 // sweep deletes the consumers left behind, by requests nobody waits for: if
-// one is lost, InactiveThreshold is the backstop.
+// one is lost, InactiveThreshold is the backstop. They carry a reply subject
+// all the same, because the server ignores an API request without one.
 func (l *loop) sweep() {
 	for _, name := range l.litter {
-		_ = l.link.publish(l.api("CONSUMER.DELETE."+l.stream+"."+name), "", nil)
+		_ = l.link.publish(l.api("CONSUMER.DELETE."+l.stream+"."+name), l.link.newInbox(), nil)
 	}
 	l.litter = l.litter[:0]
 }
@@ -397,7 +398,7 @@ func (l *loop) open() error {
 	l.share.giveBack(l.in.spare)
 	l.in.spare = 0
 	beat, life := l.tuning.heartbeat(l.caught), l.tuning.expires(l.caught)
-	if err := l.in.start(min(startCredit, l.maxMessages), statusRoom(life, beat)); err != nil {
+	if err := l.in.start(capacity(l.pace.credit, l.maxMessages), statusRoom(life, beat)); err != nil {
 		return err
 	}
 	l.sweep()

@@ -169,12 +169,17 @@ func (f *Faults) Stats(d Direction) Stats {
 }
 
 // Wrap takes ownership of server, a client's connection to a server, and
-// returns the connection to give to the client instead. It fails while the
-// connection is cut.
+// returns the connection to give to the client instead.
+//
+// It is made for nats.go in a bubble, where connecting must not take time:
+// nats.go holds its lock meanwhile, and a goroutine that waits for a lock stops
+// the clock of the bubble. So Wrap fails not only during Cut, but also during
+// Mute and Blackhole, and neither Delay nor Throttle apply before the first
+// PONG to the client. Also, writers never have to wait.
 func (f *Faults) Wrap(server net.Conn) (net.Conn, error) {
 	client, inner := net.Pipe()
 	used := false
-	err := f.join(inner, func() (net.Conn, error) {
+	err := f.join(inner, true, func() (net.Conn, error) {
 		used = true
 		return server, nil
 	})
@@ -197,12 +202,6 @@ func (f *Faults) set(change func()) {
 func (f *Faults) change(d Direction, change func(*settings)) {
 	f.set(func() { change(&f.dirs[d]) })
 	f.eachPump(d, (*pump).nudge)
-}
-
-func (f *Faults) settings(d Direction) settings {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return f.dirs[d]
 }
 
 func (f *Faults) snapshot() []*link {

@@ -5,6 +5,7 @@ import (
 	"net"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -17,18 +18,29 @@ type link struct {
 	pumps  []*pump // none in a black hole
 	done   chan struct{}
 	once   sync.Once
+
+	// inProcess is set for [Faults.Wrap]. nats.go holds its lock while it
+	// writes and while it connects, and a goroutine that waits for a lock stops
+	// the clock of a bubble. So such a link never lets a writer wait, and does
+	// not slow down the handshake.
+	inProcess bool
+	connected atomic.Bool // the handshake is over, or cannot be told
 }
 
 // join links client with the connection that dial returns. On error the
 // caller closes client.
-func (f *Faults) join(client net.Conn, dial func() (net.Conn, error)) error {
+func (f *Faults) join(client net.Conn, inProcess bool, dial func() (net.Conn, error)) error {
 	f.mu.Lock()
 	refuse, blackhole := f.refuse || f.closed, f.blackhole
+	if inProcess && (blackhole || f.dirs[ToServer].muted || f.dirs[ToClient].muted) {
+		refuse = true
+	}
 	f.mu.Unlock()
 	if refuse {
 		return errRefused
 	}
-	l := &link{faults: f, conns: []net.Conn{client}, done: make(chan struct{})}
+	l := &link{faults: f, conns: []net.Conn{client}, done: make(chan struct{}), inProcess: inProcess}
+	l.connected.Store(!inProcess || f.Raw)
 	if !blackhole {
 		server, err := dial()
 		if err != nil {
@@ -76,8 +88,7 @@ func (l *link) close() {
 	})
 }
 
-// swallow reads a black-holed connection, because an unread net.Pipe would
-// block its writer.
+// swallow reads a black-holed connection until the client closes it.
 func (l *link) swallow(c net.Conn) {
 	defer l.close()
 	buf := make([]byte, 4096)
@@ -88,10 +99,19 @@ func (l *link) swallow(c net.Conn) {
 	}
 }
 
-// A pump moves the bytes of one direction. Its reader never waits for its
-// writer as long as the queue has room: with the synchronous net.Pipe of an
-// in-process connection, a sender would otherwise block while it holds its
-// locks, and a goroutine that waits for a lock stops the clock of a bubble.
+// settings returns the faults of a direction that apply to l now.
+func (l *link) settings(d Direction) settings {
+	l.faults.mu.Lock()
+	defer l.faults.mu.Unlock()
+	s := l.faults.dirs[d]
+	if !l.connected.Load() {
+		s.delay, s.rate = 0, 0
+	}
+	return s
+}
+
+// A pump moves the bytes of one direction: a reader fills a queue, a writer
+// empties it.
 type pump struct {
 	link     *link
 	dir      Direction
@@ -106,6 +126,8 @@ type pump struct {
 	last   time.Time
 	eof    bool
 	broken bool // dst failed; whatever still arrives is discarded
+
+	busyUntil time.Time // throttled: when the bytes sent so far have passed
 }
 
 type chunk struct {
@@ -114,6 +136,7 @@ type chunk struct {
 	frames int
 	torn   bool // the writer has sent the first part of these bytes
 	last   bool // close the link after these bytes
+	opens  bool // these bytes complete the handshake
 }
 
 func newPump(l *link, d Direction, src, dst net.Conn) *pump {
@@ -127,9 +150,9 @@ const (
 	bufferSize = 64 << 10
 	minRead    = 16 << 10
 
-	// Bytes that a direction keeps before its sender has to wait. A plain
-	// connection stays close to what sockets buffer by themselves, so that a
-	// slow reader is felt by the sender.
+	// Bytes that a TCP direction keeps before its sender has to wait. Without
+	// faults this is about what sockets buffer by themselves, so that a slow
+	// reader is felt by the sender.
 	roomPlain     = 1 << 20
 	roomThrottled = 256 << 10
 	roomDelayed   = 64 << 20
@@ -157,6 +180,7 @@ func (p *pump) read() {
 			if perr != nil {
 				opaque = true
 				count.opaque.Add(1)
+				p.link.connected.Store(true)
 			}
 		}
 		if (opaque || err != nil) && end > start {
@@ -167,7 +191,7 @@ func (p *pump) read() {
 			p.finish()
 			return
 		}
-		if !p.waitForRoom() {
+		if !p.link.inProcess && !p.waitForRoom() {
 			return
 		}
 	}
@@ -177,13 +201,15 @@ func (p *pump) read() {
 // that pass are put in the queue together.
 func (p *pump) split(b []byte) (used int, err error) {
 	count := &p.link.faults.count[p.dir]
-	run, frames := 0, 0
+	run, frames := 0, 0 // b[run:used] are frames that pass
+	opens := false
 	flush := func() {
 		if used > run {
-			p.enqueue(chunk{data: b[run:used:used], frames: frames}, 0)
+			p.enqueue(chunk{data: b[run:used:used], frames: frames, opens: opens}, 0)
 		}
+		run, frames = used, 0
 	}
-	defer func() { flush() }()
+	defer flush()
 	for {
 		f, n, err := parse(p.dir, b[used:])
 		if n == 0 {
@@ -194,12 +220,16 @@ func (p *pump) split(b []byte) (used int, err error) {
 		if action == Pass {
 			used += n
 			frames++
+			if f.Verb == "PONG" && p.dir == ToClient && !p.link.connected.Load() {
+				opens = true
+				flush()
+			}
 			continue
 		}
 		flush()
 		c := chunk{data: b[used : used+n : used+n], frames: 1}
 		used += n
-		run, frames = used, 0
+		run = used
 		switch {
 		case action > 0:
 			p.enqueue(c, time.Duration(action))
@@ -219,7 +249,7 @@ func (p *pump) split(b []byte) (used int, err error) {
 // enqueue puts c in the queue, due after the latency of the direction and, if
 // extra is positive, that much later than its neighbours.
 func (p *pump) enqueue(c chunk, extra time.Duration) {
-	s := p.link.faults.settings(p.dir)
+	s := p.link.settings(p.dir)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.broken {
@@ -237,6 +267,10 @@ func (p *pump) enqueue(c chunk, extra time.Duration) {
 	}
 	p.queue = slices.Insert(p.queue, i, c)
 	p.queued += len(c.data)
+	if c.opens {
+		// Before the writer can take c: what the client answers is slowed down.
+		p.link.connected.Store(true)
+	}
 	p.nudge()
 }
 
@@ -300,7 +334,7 @@ func (p *pump) finish() {
 func (p *pump) waitForRoom() bool {
 	for {
 		limit := roomPlain
-		switch s := p.link.faults.settings(p.dir); {
+		switch s := p.link.settings(p.dir); {
 		case s.muted || s.delay > 0:
 			limit = roomDelayed
 		case s.rate > 0:
@@ -324,19 +358,10 @@ func (p *pump) waitForRoom() bool {
 func (p *pump) write() {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
-	var busyUntil time.Time // throttled: when the bytes sent so far have passed
 	for {
-		s := p.link.faults.settings(p.dir)
-		out, wait, last := p.take(s, busyUntil)
+		out, wait, last := p.take()
 		wrote := len(out) > 0 // WriteTo empties out
 		if wrote {
-			if s.rate > 0 {
-				var n int
-				for _, b := range out {
-					n += len(b)
-				}
-				busyUntil = time.Now().Add(time.Duration(n) * time.Second / time.Duration(s.rate))
-			}
 			if _, err := out.WriteTo(p.dst); err != nil {
 				p.fail()
 			}
@@ -367,9 +392,10 @@ func (p *pump) write() {
 // take removes what may be written now. If that is nothing yet it returns how
 // long to wait, 0 for as long as it takes to be woken. After last nothing
 // follows.
-func (p *pump) take(s settings, busyUntil time.Time) (out net.Buffers, wait time.Duration, last bool) {
+func (p *pump) take() (out net.Buffers, wait time.Duration, last bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	s := p.link.settings(p.dir)
 	if s.muted {
 		return nil, 0, false
 	}
@@ -378,8 +404,8 @@ func (p *pump) take(s settings, busyUntil time.Time) (out net.Buffers, wait time
 	}
 	now := time.Now()
 	due := p.queue[0].due
-	if s.rate > 0 && busyUntil.After(due) {
-		due = busyUntil
+	if s.rate > 0 && p.busyUntil.After(due) {
+		due = p.busyUntil
 	}
 	if due.After(now) {
 		return nil, due.Sub(now), false
@@ -389,6 +415,7 @@ func (p *pump) take(s settings, busyUntil time.Time) (out net.Buffers, wait time
 		c := &p.queue[0]
 		n := min(len(c.data), max(s.rate/50, 1))
 		out = net.Buffers{c.data[:n]}
+		p.busyUntil = now.Add(time.Duration(n) * time.Second / time.Duration(s.rate))
 		c.data, c.torn = c.data[n:], true
 		if len(c.data) == 0 {
 			last = c.last

@@ -61,7 +61,7 @@ func (p *Proxy) accept() {
 		if err != nil {
 			return
 		}
-		err = p.join(c, func() (net.Conn, error) { return net.Dial("tcp", p.target) })
+		err = p.join(c, false, func() (net.Conn, error) { return net.Dial("tcp", p.target) })
 		if err != nil {
 			// A reset rather than an orderly end, like a dead server.
 			c.(*net.TCPConn).SetLinger(0)

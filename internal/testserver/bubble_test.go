@@ -162,6 +162,63 @@ func TestBubbleFaults(t *testing.T) {
 	})
 }
 
+// A long silence: nats.go takes the connection for stale, and asks for a new
+// one again and again while others wait for its lock to publish. The clock must
+// go on.
+func TestBubbleSilence(t *testing.T) {
+	for _, dirs := range [][]faultproxy.Direction{
+		{faultproxy.ToClient},
+		{faultproxy.ToServer},
+		{faultproxy.ToClient, faultproxy.ToServer},
+	} {
+		testserver.InBubble(t, func(t *testing.T) {
+			s := testserver.New(t, testserver.Options{})
+			nc := s.Connect(t, nats.ReconnectWait(time.Second), nats.PingInterval(10*time.Second))
+			js := must(jetstream.New(nc))(t)
+			stream := must(js.CreateStream(t.Context(), jetstream.StreamConfig{Name: "S", Subjects: []string{"s.>"}}))(t)
+			cons := must(stream.CreateConsumer(t.Context(), jetstream.ConsumerConfig{Durable: "C"}))(t)
+			got := make(chan string, 10)
+			cc := must(cons.Consume(func(m jetstream.Msg) {
+				got <- string(m.Data())
+				m.Ack()
+			}, jetstream.ConsumeErrHandler(func(jetstream.ConsumeContext, error) {})))(t)
+			t.Cleanup(func() {
+				cc.Stop()
+				<-cc.Closed()
+			})
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			go func() {
+				for ctx.Err() == nil {
+					nc.Publish("other", nil)
+					time.Sleep(25 * time.Millisecond)
+				}
+			}()
+
+			for _, d := range dirs {
+				s.Mute(d)
+			}
+			time.Sleep(2 * time.Minute)
+			if nc.IsConnected() {
+				t.Errorf("still connected after two minutes muted %v", dirs)
+			}
+			reconnected := nc.StatusChanged(nats.CONNECTED)
+			for _, d := range dirs {
+				s.Delay(d, 20*time.Millisecond)
+				s.Unmute(d)
+			}
+			<-reconnected
+			publish(t, js, "one")
+			want(t, got, "one")
+
+			// End the test in silence, too.
+			for _, d := range dirs {
+				s.Mute(d)
+			}
+		})
+	}
+}
+
 // A cleanup of the test in the bubble runs in the bubble: its timers are fake.
 func TestBubbleCleanup(t *testing.T) {
 	start := time.Now()
