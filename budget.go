@@ -21,7 +21,7 @@ const (
 	budgetFloor = 1 << 20
 
 	// The server cuts a client whose write takes 10 s (server/const.go:132,
-	// server/client.go:2026). Less than half of that, because the rate is
+	// server/client.go:2060). Less than half of that, because the rate is
 	// known only afterwards.
 	budgetHorizon = 4 * time.Second
 
@@ -30,6 +30,8 @@ const (
 	budgetShare = 16 << 10
 
 	rateWindow = 20 * time.Millisecond
+	rateBytes  = 256 << 10
+	rateQuiet  = time.Second // a window closes then, whatever has arrived
 	rateMemory = 10 * time.Second
 )
 
@@ -56,12 +58,10 @@ var budgets = struct {
 //   - Dividing least in whole bytes may add one byte for each loop.
 //   - A message larger than what the line can grant counts as the grant only.
 //
-// While the sum is above size, nothing beyond the minimum is granted, so it
-// only falls.
-//
-// The proof is in reserved, the sum of max(held, least) over all loops: a grant
-// within the minimum does not change it, and one beyond the minimum is made only
-// where it stays within size.
+// The proof is in reserved, the sum of max(held, least) over all loops, which what
+// they hold cannot exceed: a grant within the minimum does not change it, and one
+// beyond the minimum is made only where it stays within size. Where one of the
+// exceptions put it above size, only minimum shares are granted until it is back.
 type budget struct {
 	key weak.Pointer[nats.Conn]
 
@@ -94,17 +94,17 @@ type share struct {
 	// All guarded by b.mu.
 	bytes  int
 	active bool
-	place  place
+	place  linePlace
 	need   int
 	left   bool
 }
 
-type place int
+type linePlace int
 
 const (
-	notInLine place = iota
-	waiting
-	served // and not yet told so by granted
+	placeNone linePlace = iota
+	placeWaiting
+	placeServed // and not yet told so by granted
 )
 
 // SetByteBudget sets the ceiling of the byte budget that all loops on nc share: the
@@ -127,17 +127,18 @@ func SetByteBudget(nc *nats.Conn, n int) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 
-	switch {
-	case n <= 0:
+	if n > 0 {
+		b.ceiling = n
+	} else {
 		b.ceiling = budgetCeiling
-		b.cleanup.Stop()
-		b.pinned = false
-	case b.pinned:
-		b.ceiling = n
-	default:
-		b.ceiling = n
-		b.cleanup = runtime.AddCleanup(nc, forgetBudget, b.key)
-		b.pinned = true
+	}
+	if pin := n > 0; pin != b.pinned {
+		b.pinned = pin
+		if pin {
+			b.cleanup = runtime.AddCleanup(nc, forgetBudget, b.key)
+		} else {
+			b.cleanup.Stop() // else one more piles up on nc each time
+		}
 	}
 	b.refit()
 	b.forgetIfUnneeded()
@@ -202,8 +203,7 @@ func (s *share) leave() {
 	s.left = true
 	s.bytes = 0 // refit counts anew
 	s.setActive(false)
-	b.line = slices.DeleteFunc(b.line, func(o *share) bool { return o == s })
-	s.place = notInLine
+	b.unqueue(s)
 
 	b.loops[s.index] = nil
 	for n := len(b.loops); n > 0 && b.loops[n-1] == nil; n-- {
@@ -237,7 +237,7 @@ func (s *share) claim(want, floor int, idle bool) int {
 	b := s.b
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if s.left || s.place != notInLine {
+	if s.left || s.place != placeNone {
 		panic("paced: bug: claim by a loop that waits in line or has left")
 	}
 	s.setActive(!idle)
@@ -301,11 +301,11 @@ func (s *share) enqueue(need int) {
 	b := s.b
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if s.left || s.place != notInLine || s.bytes != 0 {
+	if s.left || s.place != placeNone || s.bytes != 0 {
 		panic("paced: bug: waits in line while it holds bytes, waits already or has left")
 	}
 	s.setActive(true)
-	s.place, s.need = waiting, max(need, 1)
+	s.place, s.need = placeWaiting, max(need, 1)
 	b.line = append(b.line, s)
 	b.serve()
 }
@@ -314,10 +314,10 @@ func (s *share) enqueue(need int) {
 func (s *share) granted() (int, bool) {
 	s.b.mu.Lock()
 	defer s.b.mu.Unlock()
-	if s.place != served {
+	if s.place != placeServed {
 		return 0, false
 	}
-	s.place = notInLine
+	s.place = placeNone
 	s.hush()
 	return s.bytes, true
 }
@@ -332,14 +332,10 @@ func (s *share) leaveLine() {
 	b := s.b
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	switch s.place {
-	case waiting:
-		b.line = slices.DeleteFunc(b.line, func(o *share) bool { return o == s })
-	case served:
+	if s.place == placeServed {
 		b.hold(s, 0)
-		s.hush()
 	}
-	s.place = notInLine
+	b.unqueue(s)
 	b.serve()
 }
 
@@ -393,7 +389,7 @@ func (b *budget) serve() {
 		}
 		b.line = slices.Delete(b.line, 0, 1)
 		b.hold(s, n)
-		s.place = served
+		s.place = placeServed
 		select {
 		case s.bell <- struct{}{}:
 		default: // cannot be full, but must not block in any case
@@ -401,14 +397,24 @@ func (b *budget) serve() {
 	}
 }
 
+func (b *budget) unqueue(s *share) {
+	if s.place == placeWaiting {
+		b.line = slices.DeleteFunc(b.line, func(o *share) bool { return o == s })
+	}
+	s.place = placeNone
+	s.hush()
+}
+
 func (s *share) setActive(active bool) {
-	switch {
-	case active && !s.active:
-		s.b.active++
-	case !active && s.active:
-		s.b.active--
+	if active == s.active {
+		return
 	}
 	s.active = active
+	if active {
+		s.b.active++
+	} else {
+		s.b.active--
+	}
 }
 
 func (s *share) hush() {
@@ -424,6 +430,9 @@ func (s *share) hush() {
 // stream and must not count, but a link that has become slow must be believed before
 // the server's 10 s are over many times. For the same reason nothing older counts, not
 // even across a pause: finding out again takes two windows.
+//
+// A window is open until enough has arrived to tell a rate: over the shortest one a
+// slow link that delivers in lumps would look several times as fast.
 //
 // A rate counts when two windows in a row show it. After a pause of the process (CPU
 // quota, suspend) the kernel's receive buffer is read at memory speed, which looks
@@ -446,7 +455,7 @@ func (r *linkRate) sample(total uint64, now time.Time) {
 	// Loops read the counter and the clock before they get here, so a sample can be
 	// older than the one before it.
 	took := now.Sub(r.start)
-	if took < rateWindow || total < r.total {
+	if took < rateWindow || total < r.total || (total-r.total < rateBytes && took < rateQuiet) {
 		return
 	}
 	rate := float64(total-r.total) / took.Seconds()

@@ -67,10 +67,11 @@ type loop struct {
 	pace      pacer
 	low       int // ask again when this few are outstanding
 	oversize  bool
-	lining    int       // bytes waited for in the budget's line
+	line      place     // in the budget's line
 	notBefore time.Time // no pull before
 	early     int       // pulls in a row that the server ended early and empty
 	confirms  int       // confirming pulls in a row that brought nothing
+	doubt     int       // heartbeats that do not prove a scan position (replay original)
 
 	up         bool // the last event said CONNECTED
 	closed     bool
@@ -114,6 +115,12 @@ type recipe struct {
 type pullLimits struct {
 	batch, bytes int
 	expires      time.Duration
+}
+
+// place is a loop's place in the line of the byte budget.
+type place struct {
+	need    int  // bytes waited for; 0: not in line
+	bounded bool // the pull will carry them as max_bytes
 }
 
 var errFinished = errors.New("finished") // never leaves run
@@ -346,7 +353,7 @@ func (l *loop) message(m *nats.Msg) directive {
 		l.first(s)
 	}
 	l.pace.saw(size)
-	l.early, l.confirms = 0, 0
+	l.early, l.confirms, l.doubt = 0, 0, 0
 	l.oversize = false
 	k, reason := l.pos.receive(a)
 	if k != deliver {
@@ -386,6 +393,12 @@ func (l *loop) status(m *nats.Msg) directive {
 		if !ok1 || !ok2 {
 			return directive{kind: skip}
 		}
+		if l.doubt > 0 {
+			// Asleep with a message in hand the server has scanned past it
+			// and heartbeats only because it was asked (consumer.go:3653).
+			l.doubt--
+			stream = 0
+		}
 		k, reason := l.pos.heard(consumer, stream)
 		if k == skip {
 			l.idleUntil()
@@ -411,9 +424,16 @@ func (l *loop) status(m *nats.Msg) directive {
 	}
 	empty := s.got == 0 && undelivered == s.owed
 	l.ending(s, description, empty)
-	if l.recipe.inOrder && s.owed > undelivered {
+	if l.recipe.inOrder && !l.recipe.replay && s.owed > undelivered {
 		// What the server says it sent would have come first.
 		return directive{kind: restart, reason: errLostTail}
+	}
+	if l.recipe.replay {
+		// The server may hold the next message until its time, already
+		// counted as sent (consumer.go:5524, 5556). The inbox is kept, so that
+		// it arrives, beside whatever is asked for next.
+		l.in.finish(s)
+		return d
 	}
 	l.in.terminated(s, undelivered, time.Now(), max(2*s.heartbeat, time.Second))
 	return d
@@ -563,7 +583,18 @@ func (l *loop) overdue(now time.Time) directive {
 		if !s.open {
 			continue
 		}
-		if !now.Before(s.deadline) && (s.ended || s.confirm || !l.recipe.replay) {
+		late := !now.Before(s.deadline)
+		silent := !s.ended && !s.confirm && !now.Before(l.base(s).Add(l.silence(s)))
+		if (late || silent) && l.delayed(s, now) {
+			continue
+		}
+		if late && l.recipe.replay {
+			// See status: the server, asleep with a message in hand, does not
+			// even tell of the end of a pull.
+			l.in.finish(s)
+			return directive{kind: pullOver}
+		}
+		if late {
 			// Its end was lost, or what it owed. The next pull is due either
 			// way; a message lost with it shows in the consumer sequence.
 			if l.pos.cseq == 0 && !l.exact {
@@ -575,11 +606,27 @@ func (l *loop) overdue(now time.Time) directive {
 			l.in.giveUp(i)
 			return directive{kind: pullOver}
 		}
-		if !s.ended && !s.confirm && !now.Before(l.base(s).Add(l.silence(s))) {
+		if silent {
 			return l.probe()
 		}
 	}
 	return directive{kind: skip}
+}
+
+// delayed reports whether a frame that is due may still be on the wire: bytes
+// arrive on the connection, for other loops or for this one, and it stands
+// behind them. Within the server's write deadline that is no silence.
+func (l *loop) delayed(s *slot, now time.Time) bool {
+	if now.Before(s.grace) {
+		return true
+	}
+	seen := l.link.stats().InBytes
+	if seen == s.seen || now.Sub(l.base(s)) >= l.silence(s)+writeDeadline {
+		return false
+	}
+	s.seen = seen
+	s.grace = now.Add(min(max(s.heartbeat/8, 20*time.Millisecond), 500*time.Millisecond))
+	return true
 }
 
 // due returns when something has to be looked at if nothing arrives.
@@ -595,12 +642,14 @@ func (l *loop) due(now time.Time) time.Time {
 		if !s.open {
 			continue
 		}
-		if !l.recipe.replay || s.ended || s.confirm {
-			sooner(s.deadline)
+		at := s.deadline
+		if silent := l.base(s).Add(l.silence(s)); !s.ended && !s.confirm && silent.Before(at) {
+			at = silent
 		}
-		if !s.ended && !s.confirm {
-			sooner(l.base(s).Add(l.silence(s)))
+		if at.Before(s.grace) {
+			at = s.grace
 		}
+		sooner(at)
 	}
 	if now.Before(l.notBefore) {
 		sooner(l.notBefore)
@@ -635,7 +684,7 @@ func (l *loop) confirmAt() time.Time {
 // After five in a row that brought nothing their life doubles.
 func (l *loop) confirm(now time.Time) directive {
 	at := l.confirmAt()
-	if at.IsZero() || now.Before(at) || now.Before(l.notBefore) || l.lining > 0 || l.oversize {
+	if at.IsZero() || now.Before(at) || now.Before(l.notBefore) || l.line.need > 0 || l.oversize {
 		return directive{kind: skip}
 	}
 	for i := range l.in.slots {
@@ -666,6 +715,11 @@ func (l *loop) ask() directive {
 	credit := l.pace.adjust(l.pos.pending)
 	l.low = credit / 2
 	batch := credit - l.in.owed
+	if l.line.need > 0 {
+		// What the line gives is to be used at once, also if the reason to
+		// stand in it has gone.
+		return l.send(now, max(batch, 1), l.tuning.heartbeat(l.caught), l.tuning.expires(l.caught), false)
+	}
 	expected := int(min(l.pos.pending, uint64(l.maxMessages)))
 	if !l.caught {
 		// Ask for what is known to be there, so that every pull is filled and
@@ -706,6 +760,7 @@ func (l *loop) send(now time.Time, batch int, heartbeat, expires time.Duration, 
 	}
 	before := l.link.lastError()
 	if err := l.in.pull(i, l.pullTo, p, reserve, now, pullSlack+2*l.pace.rtt()); err != nil {
+		l.share.giveBack(reserve)
 		return l.publishFailed(err)
 	}
 	s := &l.in.slots[i]
@@ -761,6 +816,9 @@ func (l *loop) reserve(p *wire.Pull, now time.Time, idle bool) (int, bool) {
 	l.share.giveBack(l.in.spare)
 	l.in.spare = 0
 	l.share.arrived(l.link.stats().InBytes, now)
+	if l.line.need > 0 {
+		return l.served(p)
+	}
 	if l.oversize || l.pace.meanSize() > l.maxBytes {
 		return l.alone(p)
 	}
@@ -805,22 +863,37 @@ func (l *loop) alone(p *wire.Pull) (int, bool) {
 
 // queue waits in the budget's line for need bytes.
 func (l *loop) queue(p *wire.Pull, need int, bounded bool) (int, bool) {
-	if l.lining == 0 {
-		if held := l.share.held(); held > 0 {
-			return 0, false
-		}
-		l.share.enqueue(need)
-		l.lining = need
+	if l.share.held() > 0 {
+		return 0, false
 	}
+	l.share.enqueue(need)
+	l.line = place{need: need, bounded: bounded}
+	return l.served(p)
+}
+
+// served takes what the line gave, once it is this loop's turn.
+func (l *loop) served(p *wire.Pull) (int, bool) {
 	got, ok := l.share.granted()
 	if !ok {
 		return 0, false
 	}
-	l.lining = 0
-	if bounded {
+	if l.line.bounded {
 		p.MaxBytes = got
 	}
+	if got < l.line.need {
+		// The whole budget is smaller than one message: it comes alone.
+		p.Batch, p.MaxBytes = 1, 0
+	}
+	l.line = place{}
 	return got, true
+}
+
+// leaveLine gives up the place in line.
+func (l *loop) leaveLine() {
+	if l.line.need > 0 {
+		l.share.leaveLine()
+		l.line = place{}
+	}
 }
 
 // publishFailed: nats.go refused to take a request. Only the connection can be
@@ -890,10 +963,7 @@ func (l *loop) move() error {
 	for i := range l.in.slots {
 		l.in.giveUp(i)
 	}
-	if l.lining > 0 {
-		l.share.leaveLine()
-		l.lining = 0
-	}
+	l.leaveLine()
 	if l.pos.cseq == 0 && !l.exact {
 		return &rebuild{errReset}
 	}
@@ -947,6 +1017,9 @@ func (l *loop) leave() {
 	l.post()
 	l.share.leave()
 	up := l.up
+	for len(l.link.events) > 0 {
+		up = <-l.link.events == nats.CONNECTED // without asking the connection
+	}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -994,10 +1067,7 @@ func (l *loop) clean() {
 func (l *loop) drop() {
 	l.in.close()
 	l.vet = vet{}
-	if l.lining > 0 {
-		l.share.leaveLine()
-		l.lining = 0
-	}
+	l.leaveLine()
 	l.post()
 	if l.name != "" {
 		l.litter = append(l.litter, l.name)

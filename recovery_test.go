@@ -28,10 +28,13 @@ func (l *log) listener() *Listener {
 		l.lines = append(l.lines, fmt.Sprintf("%v ", time.Since(l.start))+fmt.Sprintf(format, args...))
 	}
 	return &Listener{
-		Subscribed:    func(c string, g int) { add("subscribed %d", g) },
-		Resubscribing: func(err error, n int, d time.Duration) { l.resubs++; add("resubscribing: %v, attempt %d, delay %v", err, n, d) },
-		Failed:        func(err error) { add("failed: %v", err) },
-		CaughtUp:      func(s uint64) { add("caught up at %d", s) },
+		Subscribed: func(c string, g int) { add("subscribed %d", g) },
+		Resubscribing: func(err error, n int, d time.Duration) {
+			l.resubs++
+			add("resubscribing: %v, attempt %d, delay %v", err, n, d)
+		},
+		Failed:   func(err error) { add("failed: %v", err) },
+		CaughtUp: func(s uint64) { add("caught up at %d", s) },
 	}
 }
 

@@ -81,14 +81,13 @@ func (l *loop) request(subject string, body []byte) (*nats.Msg, error) {
 	l.asked = reply
 	before := l.link.lastError()
 	start := time.Now()
-	deadline := start.Add(l.patience)
 	if err := l.link.publish(subject, reply, body); err != nil {
 		return nil, err
 	}
-	if err := l.barrier(before, deadline, subject, l.in.slots[0].inbox+"*"); err != nil {
-		return nil, err
+	if err := l.barrier(before, subject, l.in.slots[0].inbox+"*"); err != nil {
+		return nil, fmt.Errorf("%s: %w", subject, err)
 	}
-	m, err := l.await(reply, deadline)
+	m, err := l.await(reply, time.Now().Add(l.patience))
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", subject, err)
 	}
@@ -99,16 +98,38 @@ func (l *loop) request(subject string, body []byte) (*nats.Msg, error) {
 	return m, nil
 }
 
-// barrier waits until the server has read everything sent so far, and returns
-// an error if it refused one of the subjects.
-func (l *loop) barrier(before error, deadline time.Time, subjects ...string) error {
-	ctx, cancel := context.WithDeadline(l.ctx, deadline)
-	defer cancel()
-	if err := l.link.barrier(ctx); err != nil {
-		return nil // the answer, or an event, tells more
+// barrier waits until the server has read everything sent so far and all that
+// it had sent before has arrived, and returns an error if it refused one of the
+// subjects. On a link that is busy with our own data that may take as long as
+// the server lets a write take; the loop's patience counts while nothing
+// arrives.
+func (l *loop) barrier(before error, subjects ...string) error {
+	start, seen := time.Now(), l.link.stats().InBytes
+	for {
+		ctx, cancel := context.WithTimeout(l.ctx, l.patience)
+		err := l.link.barrier(ctx)
+		cancel()
+		switch {
+		case err == nil:
+			return l.link.refused(before, subjects...)
+		case l.ctx.Err() != nil:
+			return l.ctx.Err()
+		case !errors.Is(err, context.DeadlineExceeded):
+			return errNotYet // an event tells more
+		}
+		now := l.link.stats().InBytes
+		if now == seen || time.Since(start) >= writeDeadline {
+			l.patience = min(2*l.patience, maxRequestTimeout)
+			return errNoAnswer
+		}
+		seen = now
 	}
-	return l.link.refused(before, subjects...)
 }
+
+// writeDeadline is how long the server lets a write to a client take before it
+// cuts the connection (const.go:132): what was sent arrives within that time,
+// or not at all.
+const writeDeadline = 10 * time.Second
 
 // await reads until the frame with this subject comes, and puts the others
 // aside.
@@ -185,6 +206,7 @@ func (l *loop) consumerCreate(subject string, req consumerCreate) (*jetstream.Co
 	var a consumerAnswer
 	l.making = true
 	if err := l.call(subject, req, &a); err != nil {
+		l.making = !errors.Is(err, nats.ErrPermissionViolation)
 		return nil, err
 	}
 	l.making = false
@@ -205,6 +227,9 @@ func (l *loop) consumerCreate(subject string, req consumerCreate) (*jetstream.Co
 // on the wire has arrived before it, so that only the silence behind it counts.
 func (l *loop) probe() directive {
 	arrived := l.in.waiting()
+	if l.recipe.replay {
+		l.doubt = len(l.in.slots)
+	}
 	var a consumerAnswer
 	err := l.call(l.api("CONSUMER.INFO."+l.gen.stream+"."+l.gen.consumer), nil, &a)
 	if err == nil {
@@ -262,16 +287,15 @@ func orNotFound(err error) error {
 // account may not send is answered by nothing but an error on the connection.
 func (l *loop) greet(before error) directive {
 	l.greeted = true
-	deadline := time.Now().Add(l.patience)
 	subjects := []string{l.pullTo, l.in.slots[0].inbox + "*"}
 	if l.vet.open {
 		subjects = append(subjects, l.vet.subject)
 		before = l.vet.before
 	}
-	if err := l.barrier(before, deadline, subjects...); err != nil {
+	if err := l.barrier(before, subjects...); errors.Is(err, nats.ErrPermissionViolation) {
 		return directive{kind: fail, reason: err}
 	}
-	return directive{kind: skip}
+	return directive{kind: skip} // any other trouble shows by itself
 }
 
 // sweep deletes the consumers left behind, by requests nobody waits for: if

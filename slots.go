@@ -41,7 +41,9 @@ type slot struct {
 	sent      time.Time
 	deadline  time.Time // the server's own end must have come by then
 	heard     time.Time
-	touched   bool // a frame came since heard was set
+	touched   bool      // a frame came since heard was set
+	seen      uint64    // bytes the connection had received when this was last overdue
+	grace     time.Time // not overdue before: see delayed
 }
 
 // statusRoom is how many statuses one pull can put into the channel: its

@@ -113,7 +113,7 @@ func fillStream(ctx context.Context, js jetstream.JetStream, c *benchCase) error
 	}
 	data := make([]byte, c.size)
 	for range c.n {
-		if _, err := js.PublishAsync("bench.data", data); err != nil {
+		if _, err := js.PublishAsync("bench.data", data, jetstream.WithStallWait(time.Minute)); err != nil {
 			return err
 		}
 	}

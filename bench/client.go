@@ -22,11 +22,14 @@ type result struct {
 	Time     time.Duration
 	CPU      time.Duration // user and system, of the whole process
 	Mallocs  uint64
-	PeakHeap uint64  // sampled
-	Rebuilds int     // consumers made in place of one that was lost
-	Dropped  int     // messages that found no room
-	Errors   int     // told to an error handler
-	Others   float64 // share of the machine that other processes used; the parent's
+	PeakHeap uint64 // sampled
+	Rebuilds int    // consumers made in place of one that was lost
+	Dropped  int    // messages that found no room
+	Errors   int    // told to an error handler
+
+	// Added by the parent.
+	ServerCPU time.Duration
+	Others    float64 // share of the machine that other processes used
 }
 
 func (r *result) rate() float64 { return float64(r.Messages) / r.Time.Seconds() }

@@ -185,7 +185,7 @@ func (j *job) quietly(ctx context.Context, srv *serverProcess, quiet float64) (b
 		if err != nil {
 			return r, err
 		}
-		r.Others = n.share()
+		r.Others, r.ServerCPU = n.share(), srv.cpuTime()-n.server
 		if i == 0 || r.Others < best.Others {
 			best = r
 		}

@@ -14,6 +14,7 @@ type noise struct {
 	srv         *serverProcess
 	start       time.Time
 	total, mine time.Duration
+	server      time.Duration
 }
 
 // tick is the unit of CPU time in /proc.
@@ -21,6 +22,7 @@ const tick = 10 * time.Millisecond
 
 func listen(srv *serverProcess) noise {
 	n := noise{srv: srv, start: time.Now()}
+	n.server = srv.cpuTime()
 	n.total, n.mine = machineTime(), n.ours()
 	return n
 }
@@ -33,16 +35,18 @@ func (n *noise) share() float64 {
 
 // ours is what this benchmark has used: this process, clients that have ended,
 // and the server.
-func (n *noise) ours() time.Duration {
-	sum := cpuTime() + childTime()
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", n.srv.cmd.Process.Pid))
+func (n *noise) ours() time.Duration { return cpuTime() + childTime() + n.srv.cpuTime() }
+
+// cpuTime is what the server has used so far.
+func (s *serverProcess) cpuTime() time.Duration {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", s.cmd.Process.Pid))
 	if err != nil {
-		return sum
+		return 0
 	}
 	// proc(5): utime and stime are fields 14 and 15. The name in front of them
 	// may have spaces in it, but it ends with a parenthesis.
 	fields := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
-	return sum + ticks(fields[11:13])
+	return ticks(fields[11:13])
 }
 
 // machineTime is what all processes have used: user, nice, system, and the

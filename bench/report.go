@@ -19,6 +19,7 @@ type metric struct {
 var columns = []metric{
 	{"msgs/s", (*result).rate, digits(0)},
 	{"cpu/msg", func(r *result) float64 { return r.perMessage(float64(r.CPU) / float64(time.Microsecond)) }, digits(2)},
+	{"server cpu/msg", func(r *result) float64 { return r.perMessage(float64(r.ServerCPU) / float64(time.Microsecond)) }, digits(2)},
 	{"allocs/msg", func(r *result) float64 { return r.perMessage(float64(r.Mallocs)) }, digits(3)},
 	{"peak heap", func(r *result) float64 { return float64(r.PeakHeap) / (1 << 20) }, digits(1)},
 }

@@ -18,6 +18,7 @@ import (
 // demo runs against a server of its own. The stream gets total messages; the
 // body sleeps over the first slow of them.
 func demo(ctx context.Context, out io.Writer, total, slow int) error {
+	out = &lockedWriter{w: out} // the restart tells of itself
 	dir, err := os.MkdirTemp("", "paced-quickstart-")
 	if err != nil {
 		return err
@@ -51,12 +52,14 @@ func demo(ctx context.Context, out io.Writer, total, slow int) error {
 	restart := func() {
 		fmt.Fprintln(out, "  * the server stops")
 		srv.Stop()
-		time.Sleep(300 * time.Millisecond)
-		if err := srv.Start(); err != nil {
-			cancel(err) // ends the loop
-			return
-		}
-		fmt.Fprintln(out, "  * the server is back")
+		restarted.Go(func() {
+			time.Sleep(300 * time.Millisecond)
+			if err := srv.Start(); err != nil {
+				cancel(err) // ends the loop
+				return
+			}
+			fmt.Fprintln(out, "  * the server is back")
+		})
 	}
 	return read(ctx, js, &reading{
 		out:    out,
@@ -80,7 +83,7 @@ func demo(ctx context.Context, out io.Writer, total, slow int) error {
 					fmt.Fprintln(out, "  * from here on the body does not sleep")
 				}
 			case n == total/2:
-				restarted.Go(restart)
+				restart()
 			}
 			return nil
 		},
@@ -127,3 +130,14 @@ func fill(ctx context.Context, out io.Writer, js jetstream.JetStream, n int) err
 }
 
 func payload(i int) string { return fmt.Sprintf("message %0120d", i) }
+
+type lockedWriter struct {
+	mu sync.Mutex
+	w  io.Writer
+}
+
+func (l *lockedWriter) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.w.Write(p)
+}

@@ -165,22 +165,16 @@ func (r *reading) summary(took time.Duration, s paced.Stats) {
 	fmt.Fprintf(r.out, "rebuilds    %d\n", s.Rebuilds)
 	fmt.Fprintf(r.out, "buffer      at most %d messages waited in this process\n", s.MaxWaiting)
 	if len(r.phases) == 0 {
-		fmt.Fprintf(r.out, "look-ahead  %s\n", lookAhead(s))
+		r.phases = []phase{{name: "at the end", at: s}}
 	}
-	for i, p := range r.phases {
+	label := "look-ahead"
+	for _, p := range r.phases {
 		if p.at.Messages > 0 {
-			label := "          "
-			if i == 0 {
-				label = "look-ahead"
-			}
-			fmt.Fprintf(r.out, "%s  %s: %s\n", label, p.name, lookAhead(p.at))
+			fmt.Fprintf(r.out, "%-10s  %s: asked for %d at a time, with a body of %v\n",
+				label, p.name, p.at.Credit, p.at.BodyTime.Round(100*time.Nanosecond))
+			label = ""
 		}
 	}
-}
-
-func lookAhead(s paced.Stats) string {
-	return fmt.Sprintf("asked for %d at a time, with a body of %v",
-		s.Credit, s.BodyTime.Round(100*time.Nanosecond))
 }
 
 // order checks that stream sequences strictly increase.

@@ -9,6 +9,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"github.com/pacedgo/paced/internal/faultproxy"
 	"github.com/pacedgo/paced/internal/testserver"
 )
 
@@ -44,6 +45,49 @@ func TestConfigure(t *testing.T) {
 	if got := s.Connect(t).MaxPayload(); got != 1000 {
 		t.Errorf("max payload %d, want 1000", got)
 	}
+}
+
+func TestThroughProxy(t *testing.T) {
+	s := testserver.New(t, testserver.Options{Listen: true})
+	p := must(faultproxy.New(s.ClientURL()))(t)
+	t.Cleanup(p.Close)
+	nc := testserver.Connect(t, p.URL())
+	js := must(jetstream.New(nc))(t)
+	stream := must(js.CreateStream(t.Context(), jetstream.StreamConfig{Name: "S", Subjects: []string{"s.>"}}))(t)
+	must(stream.CreateConsumer(t.Context(), jetstream.ConsumerConfig{Durable: "C"}))(t)
+
+	// The statuses of two pulls on an empty stream, of which the first is
+	// swallowed.
+	p.SetFilter(faultproxy.First(1, func(f faultproxy.Frame) bool { return f.Status() == 404 }, faultproxy.Drop))
+	sub := must(nc.SubscribeSync(nc.NewInbox()))(t)
+	for i := range 2 {
+		request := fmt.Sprintf(`{"batch":%d,"no_wait":true}`, i+1)
+		if err := nc.PublishRequest("$JS.API.CONSUMER.MSG.NEXT.S.C", sub.Subject, []byte(request)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	m := must(sub.NextMsg(10 * time.Second))(t)
+	if got := m.Header.Get("Status"); got != "404" {
+		t.Errorf("got status %q, want 404", got)
+	}
+	flush(t, nc)
+	if n, _, err := sub.Pending(); n != 0 || err != nil {
+		t.Errorf("%d statuses more than expected, %v", n, err)
+	}
+
+	publish(t, js, "one")
+	for _, d := range []faultproxy.Direction{faultproxy.ToServer, faultproxy.ToClient} {
+		if st := p.Stats(d); st.Frames == 0 || st.Opaque != 0 {
+			t.Errorf("%v: %+v", d, st)
+		}
+	}
+
+	disconnected, reconnected := nc.StatusChanged(nats.RECONNECTING), nc.StatusChanged(nats.CONNECTED)
+	p.Cut()
+	receive(t, disconnected)
+	p.Restore()
+	receive(t, reconnected)
+	publish(t, js, "two")
 }
 
 func TestLeafnode(t *testing.T) {
