@@ -19,6 +19,8 @@ import (
 //     [*StatusError]). Mend the program or the account.
 //   - The stream is gone or another one: jetstream.ErrStreamNotFound,
 //     [ErrStreamRecreated]. Decide whether to make it again and where to start.
+//   - Messages are gone that the reader has not seen: [*GapError]. A handle
+//     goes on behind the gap with its next range.
 //   - The connection is closed for good: nats.ErrConnectionClosed. Connect anew.
 //   - It did not work often enough: the last error of the first subscribe after
 //     five attempts, or of a rebuild after [Tuning].MaxAttempts. Try later.
@@ -52,6 +54,16 @@ func (e *ConfigError) Error() string {
 
 // Is reports whether target is [ErrInvalidConfig].
 func (e *ConfigError) Is(target error) bool { return target == ErrInvalidConfig }
+
+// GapError says that retention removed messages before the reader saw them.
+type GapError struct {
+	Stream   string
+	From, To uint64 // the stream sequences that are gone, both included
+}
+
+func (e *GapError) Error() string {
+	return fmt.Sprintf("paced: stream %s: sequences %d to %d were removed before they were read", e.Stream, e.From, e.To)
+}
 
 // StatusError is a status that the server sent in answer to a pull, in its own
 // words (nats-server consumer.go, the "NATS/1.0" headers).
@@ -99,6 +111,8 @@ func (e *doneError) Unwrap() []error { return []error{e.err, e.cause} }
 var (
 	errGap        = errors.New("gap in the consumer sequence")
 	errLostTail   = errors.New("messages were sent and did not arrive")
+	errUnfilled   = errors.New("a pull ended in the middle of the list of last messages")
+	errHole       = errors.New("the list of last messages has holes")
 	errSilent     = errors.New("no heartbeat")
 	errReset      = errors.New("the consumer may have come back in its first state")
 	errBehind     = errors.New("the stream ends in front of the position")

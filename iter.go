@@ -57,6 +57,9 @@ type loop struct {
 	apiPrefix string
 	pos       position
 	vet       vet
+	list      listing
+
+	inspected time.Time // when the stream was last asked for what was not seen
 
 	target  uint64 // the stream's last sequence at the start: reaching it is being caught up
 	caught  bool
@@ -104,7 +107,9 @@ type recipe struct {
 	// create makes the server-side consumer of the next generation.
 	create func(*loop) error
 	// vet compares the stream with the one the position belongs to.
-	vet     func(*loop, *jetstream.StreamInfo) error
+	vet func(*loop, *jetstream.StreamInfo) error
+	// gap tells of messages that were removed unseen.
+	gap     func(*loop, seqRange) error
 	finite  bool // ends when caught up
 	replay  bool // the server keeps the original pace: silence means nothing
 	inOrder bool // data and statuses come in the order they were sent (ack none)
@@ -230,6 +235,11 @@ func (l *loop) drain(yield func(Msg, error) bool) error {
 					return err
 				}
 			}
+			if len(l.pos.unseen) > 0 {
+				if err := l.inspect(false); err != nil {
+					return err
+				}
+			}
 			l.yielded(&d.msg)
 			if l.in.owed <= l.low {
 				if d := l.ask(); d.kind >= restart {
@@ -301,8 +311,14 @@ func (l *loop) milestones() error {
 			return err
 		}
 	}
+	if len(l.pos.unseen) > 0 {
+		if err := l.inspect(ends || (l.recipe.finite && l.pos.reached(l.target))); err != nil {
+			return err
+		}
+	}
 	if !l.caught && l.pos.reached(l.target) {
 		l.caught = true
+		l.list.active, l.list.done = false, true
 		l.confirms = 0
 		l.board.update(func(s *Stats) { s.CaughtUp = true })
 		if l.lis.CaughtUp != nil {
@@ -353,9 +369,12 @@ func (l *loop) message(m *nats.Msg) directive {
 		l.first(s)
 	}
 	l.pace.saw(size)
-	l.early, l.confirms, l.doubt = 0, 0, 0
+	l.early, l.confirms, l.doubt, l.list.beats = 0, 0, 0, 0
 	l.oversize = false
 	k, reason := l.pos.receive(a)
+	if l.list.active {
+		l.list.received(l.pos.cseq)
+	}
 	if k != deliver {
 		return directive{kind: k, reason: reason}
 	}
@@ -402,10 +421,18 @@ func (l *loop) status(m *nats.Msg) directive {
 		k, reason := l.pos.heard(consumer, stream)
 		if k == skip {
 			l.idleUntil()
+			if l.list.stalled(s, l.pos.reached(l.target)) {
+				return directive{kind: restart, reason: errHole}
+			}
 		}
 		return directive{kind: k, reason: reason}
 	}
 	d := judge(code, description)
+	if d.kind == pullOver && l.list.active {
+		if k, reason := l.list.ended(s, &l.in, description); k == restart {
+			return directive{kind: k, reason: reason}
+		}
+	}
 	if d.kind == pullOver && d.reason != nil && l.pos.cseq == 0 && !l.exact {
 		// Nothing was received yet, so a consumer that came back in its first
 		// state under the same name would look right.
@@ -445,6 +472,7 @@ func (l *loop) ending(s *slot, description string, empty bool) {
 	switch {
 	case s.confirm:
 		l.confirms++
+	case l.list.active:
 	case empty && description == statusMessageSize:
 		// Not even one message fitted: the next one comes alone.
 		l.oversize = true
@@ -597,6 +625,9 @@ func (l *loop) overdue(now time.Time) directive {
 		if late {
 			// Its end was lost, or what it owed. The next pull is due either
 			// way; a message lost with it shows in the consumer sequence.
+			if l.list.active {
+				return directive{kind: restart, reason: errUnfilled}
+			}
 			if l.pos.cseq == 0 && !l.exact {
 				return directive{kind: restart, reason: errReset}
 			}
@@ -657,6 +688,9 @@ func (l *loop) due(now time.Time) time.Time {
 	if t := l.confirmAt(); t.After(now) {
 		sooner(t)
 	}
+	if len(l.pos.unseen) > 0 {
+		sooner(l.inspected.Add(inspectEvery))
+	}
 	return due
 }
 
@@ -697,14 +731,22 @@ func (l *loop) confirm(now time.Time) directive {
 		life <<= min(l.confirms-4, 12)
 	}
 	life = min(life, l.tuning.expires(true))
-	return l.send(now, max(1, l.pace.credit-l.in.owed), max(confirmHeartbeat, life/16), life, true)
+	w := pullSpec{batch: max(1, l.pace.credit-l.in.owed), heartbeat: max(confirmHeartbeat, life/16), expires: life, confirm: true}
+	if l.list.active {
+		return l.askList(now, w)
+	}
+	return l.send(now, w)
 }
 
 // ask sends a pull when there is room for one and something to ask for. It is
 // called with the body back: in front of the next body, so that the answer
 // travels while it runs, and when the loop is about to park.
 func (l *loop) ask() directive {
-	if !l.up || l.in.free() < 0 || (l.in.owed > l.low && l.in.owed > 0) {
+	owed := l.in.owed
+	if l.list.active {
+		owed-- // the rescue's one does not count
+	}
+	if !l.up || l.in.free() < 0 || (owed > l.low && owed > 0) {
 		return directive{kind: skip}
 	}
 	now := time.Now()
@@ -718,53 +760,80 @@ func (l *loop) ask() directive {
 	if l.line.need > 0 {
 		// What the line gives is to be used at once, also if the reason to
 		// stand in it has gone.
-		return l.send(now, max(batch, 1), l.tuning.heartbeat(l.caught), l.tuning.expires(l.caught), false)
+		if l.list.active {
+			return l.askList(now, l.routine(max(batch, 1)))
+		}
+		return l.send(now, l.routine(max(batch, 1)))
 	}
 	expected := int(min(l.pos.pending, uint64(l.maxMessages)))
 	if !l.caught {
 		// Ask for what is known to be there, so that every pull is filled and
 		// both slots are free for the confirming pull at the end.
-		batch = min(batch, expected-l.in.owed)
+		if batch = min(batch, expected-l.in.owed); l.list.active {
+			batch = max(batch, 1) // askList knows better
+		}
 	} else if expected == 0 && l.in.owed > credit/4 {
 		return directive{kind: skip} // idle: one slot, unless it is nearly used up
 	}
 	if batch <= 0 {
 		return directive{kind: skip}
 	}
-	return l.send(now, batch, l.tuning.heartbeat(l.caught), l.tuning.expires(l.caught), false)
+	if l.list.active {
+		return l.askList(now, l.routine(batch))
+	}
+	return l.send(now, l.routine(batch))
 }
 
-// send sends one pull of at most batch messages, as far as channel, byte bounds
-// and the consumer's own limits allow.
-func (l *loop) send(now time.Time, batch int, heartbeat, expires time.Duration, confirm bool) directive {
+// routine is a pull with the usual life.
+func (l *loop) routine(batch int) pullSpec {
+	return pullSpec{batch: batch, heartbeat: l.tuning.heartbeat(l.caught), expires: l.tuning.expires(l.caught)}
+}
+
+// pullSpec is one pull as it is wanted; send makes of it what bounds and limits
+// allow.
+type pullSpec struct {
+	batch              int
+	heartbeat, expires time.Duration
+	confirm            bool
+	role               role
+}
+
+// send sends one pull of at most the batch wanted, as far as channel, byte
+// bounds and the consumer's own limits allow.
+func (l *loop) send(now time.Time, w pullSpec) directive {
 	i := l.in.free()
+	if w.role != plain && w.role != filler {
+		i = w.role.slot()
+	}
 	if i < 0 {
 		return directive{kind: skip}
 	}
-	if l.limits.expires > 0 && expires > l.limits.expires {
-		expires = l.limits.expires
-		heartbeat = min(heartbeat, expires/2)
+	if l.limits.expires > 0 && w.expires > l.limits.expires {
+		w.expires = l.limits.expires
+		w.heartbeat = min(w.heartbeat, w.expires/2)
 	}
 	if l.limits.batch > 0 {
-		batch = min(batch, l.limits.batch)
+		w.batch = min(w.batch, l.limits.batch)
 	}
-	batch, ok := l.room(batch, statusRoom(expires, heartbeat))
+	batch, ok := l.room(w.batch, statusRoom(w.expires, w.heartbeat))
 	if !ok {
 		return directive{kind: skip}
 	}
-	idle := l.caught && l.pos.pending == 0
-	p := wire.Pull{Batch: batch, Expires: expires, Heartbeat: heartbeat}
-	reserve, ok := l.reserve(&p, now, idle)
+	p := wire.Pull{Batch: batch, Expires: w.expires, Heartbeat: w.heartbeat}
+	if l.list.group {
+		p.Group, p.Priority = listGroup, w.role.priority()
+	}
+	reserve, ok := l.reserve(&p, now, w.role)
 	if !ok {
 		return directive{kind: skip}
 	}
 	before := l.link.lastError()
-	if err := l.in.pull(i, l.pullTo, p, reserve, now, pullSlack+2*l.pace.rtt()); err != nil {
+	if err := l.in.pull(i, l.pullTo, p, w.role, reserve, now, pullSlack+2*l.pace.rtt()); err != nil {
 		l.share.giveBack(reserve)
 		return l.publishFailed(err)
 	}
 	s := &l.in.slots[i]
-	s.confirm = confirm
+	s.confirm = w.confirm
 	s.stocked = l.pos.pending > 0
 	l.n.pulls++
 	if l.lis.PullIssued != nil {
@@ -773,7 +842,7 @@ func (l *loop) send(now time.Time, batch int, heartbeat, expires time.Duration, 
 	if l.verifies {
 		l.in.verify(l.maxMessages, l.maxBytes)
 	}
-	if !l.greeted {
+	if !l.greeted && w.role != rescue {
 		return l.greet(before)
 	}
 	return directive{kind: skip}
@@ -812,12 +881,16 @@ func capacity(credit, limit int) int {
 }
 
 // reserve claims the bytes of a pull and sets its max_bytes.
-func (l *loop) reserve(p *wire.Pull, now time.Time, idle bool) (int, bool) {
+func (l *loop) reserve(p *wire.Pull, now time.Time, as role) (int, bool) {
+	idle := l.caught && l.pos.pending == 0
 	l.share.giveBack(l.in.spare)
 	l.in.spare = 0
 	l.share.arrived(l.link.stats().InBytes, now)
 	if l.line.need > 0 {
 		return l.served(p)
+	}
+	if as == filler {
+		return l.certain(p)
 	}
 	if l.oversize || l.pace.meanSize() > l.maxBytes {
 		return l.alone(p)
@@ -827,6 +900,9 @@ func (l *loop) reserve(p *wire.Pull, now time.Time, idle bool) (int, bool) {
 		room = min(room, l.limits.bytes)
 	}
 	want := min(l.pace.bytesFor(p.Batch), room)
+	if as == rescue {
+		want = min(max(l.pace.bytesFor(1), rescueBytes), l.maxMessage, room)
+	}
 	floor := min(max(l.pace.large, 1), room)
 	if want <= 0 || (want < floor && l.in.owed > 0) {
 		return 0, false
@@ -964,6 +1040,9 @@ func (l *loop) move() error {
 		l.in.giveUp(i)
 	}
 	l.leaveLine()
+	if l.list.active {
+		return &rebuild{errUnfilled}
+	}
 	if l.pos.cseq == 0 && !l.exact {
 		return &rebuild{errReset}
 	}

@@ -24,6 +24,10 @@ type Listener struct {
 	// Handled: the body came back for the next message. took is the time it
 	// spent on this one.
 	Handled func(sequence uint64, subject string, took time.Duration)
+	// Gap: the stream sequences from to to, both included, were removed before
+	// they were read. certain is false where it cannot be known whether any of
+	// them was wanted: with a filter, or on a stream with a limit per subject.
+	Gap func(from, to uint64, certain bool)
 	// CaughtUp: what was present when the range began has been yielded.
 	// sequence is the stream's last sequence then. Once per range.
 	CaughtUp func(sequence uint64)
@@ -65,6 +69,13 @@ func Listeners(ls ...*Listener) *Listener {
 			for _, l := range ls {
 				if l != nil && l.Handled != nil {
 					l.Handled(sequence, subject, took)
+				}
+			}
+		},
+		Gap: func(from, to uint64, certain bool) {
+			for _, l := range ls {
+				if l != nil && l.Gap != nil {
+					l.Gap(from, to, certain)
 				}
 			}
 		},

@@ -23,10 +23,21 @@ type OrderedConfig struct {
 	// wildcards and must not overlap. Default: all of the stream.
 	FilterSubjects []string
 
+	// After goes on behind a stored position, see [Msg.Position]. The stream
+	// must be the one the position is from, else [ErrStreamRecreated]; what
+	// retention removed behind it is a gap, see OnGap. Default: DeliverPolicy
+	// decides; the two exclude each other.
+	After Position
+
 	// DeliverPolicy says where to start: all (default), last, new, by start
-	// sequence or by start time. The start is fixed when the first consumer is
-	// made: whatever happens to that consumer, nothing published later is
-	// missed and nothing earlier appears.
+	// sequence, by start time or last per subject. The start is fixed when the
+	// first consumer is made: whatever happens to that consumer, nothing
+	// published later is missed and nothing earlier appears.
+	//
+	// Last per subject yields the last message of every subject, in stream
+	// order, and then every later one. If the consumer is lost before that
+	// list is complete it is made anew, so that the rest of it may be newer
+	// than the first part; a superseded message is never yielded as one of it.
 	DeliverPolicy jetstream.DeliverPolicy
 
 	// OptStartSeq is the first stream sequence wanted. Only with, and needed
@@ -73,6 +84,14 @@ type OrderedConfig struct {
 	// Metadata is attached to the server-side consumer.
 	Metadata map[string]string
 
+	// OnGap says what happens when retention removed messages before they were
+	// read: GapFail (default) ends the sequence with a [*GapError], GapContinue
+	// tells Listener.Gap and goes on. With FilterSubjects, or on a stream with
+	// a limit per subject, nobody can tell whether a removed message was
+	// wanted: the listener is told of a possible gap, whatever OnGap says.
+	// Messages deleted one by one cannot be seen and are no gap.
+	OnGap GapPolicy
+
 	// MaxMessages bounds the messages asked for and not yet handed to the
 	// body. Default 5000, at least 1.
 	MaxMessages int
@@ -88,6 +107,14 @@ type OrderedConfig struct {
 	// Tuning is for what nobody should need to change.
 	Tuning Tuning
 }
+
+// GapPolicy says what happens when messages were removed before they were read.
+type GapPolicy int
+
+const (
+	GapFail     GapPolicy = iota // end with a *GapError
+	GapContinue                  // tell the listener and go on
+)
 
 // Tuning holds what nobody should need to change.
 type Tuning struct {
@@ -189,7 +216,7 @@ func (c *OrderedConfig) validate() error {
 		}
 	}
 	switch c.DeliverPolicy {
-	case jetstream.DeliverAllPolicy, jetstream.DeliverNewPolicy, jetstream.DeliverLastPolicy:
+	case jetstream.DeliverAllPolicy, jetstream.DeliverNewPolicy, jetstream.DeliverLastPolicy, jetstream.DeliverLastPerSubjectPolicy:
 	case jetstream.DeliverByStartSequencePolicy:
 		if c.OptStartSeq == 0 {
 			return bad("OptStartSeq", 0, "set when DeliverPolicy is by start sequence")
@@ -198,8 +225,6 @@ func (c *OrderedConfig) validate() error {
 		if c.OptStartTime == nil {
 			return bad("OptStartTime", nil, "set when DeliverPolicy is by start time")
 		}
-	case jetstream.DeliverLastPerSubjectPolicy:
-		return bad("DeliverPolicy", c.DeliverPolicy, "another one: last per subject is not built yet")
 	default:
 		return bad("DeliverPolicy", int(c.DeliverPolicy), "one of package jetstream's")
 	}
@@ -208,6 +233,17 @@ func (c *OrderedConfig) validate() error {
 	}
 	if c.OptStartTime != nil && c.DeliverPolicy != jetstream.DeliverByStartTimePolicy {
 		return bad("OptStartTime", *c.OptStartTime, "nil unless DeliverPolicy is by start time")
+	}
+	if c.After != (Position{}) {
+		if c.DeliverPolicy != jetstream.DeliverAllPolicy {
+			return bad("After", c.After, "zero unless DeliverPolicy is")
+		}
+		if c.After.StreamCreated.IsZero() {
+			return bad("After", c.After, "a position with the stream's creation time")
+		}
+	}
+	if c.OnGap != GapFail && c.OnGap != GapContinue {
+		return bad("OnGap", int(c.OnGap), "GapFail or GapContinue")
 	}
 	if p := c.ReplayPolicy; p != jetstream.ReplayInstantPolicy && p != jetstream.ReplayOriginalPolicy {
 		return bad("ReplayPolicy", int(p), "instant or original")

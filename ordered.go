@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"iter"
 	"strconv"
@@ -68,6 +69,7 @@ type OrderedConsumer struct {
 type bookmark struct {
 	set     bool
 	at      uint64
+	listed  bool // a list of last messages was completed up to at
 	created time.Time
 }
 
@@ -118,13 +120,14 @@ func (c *OrderedConsumer) sequence(ctx context.Context, finite bool) iter.Seq2[M
 // reader is one range over an ordered sequence: the recipe that the loop runs
 // with.
 type reader struct {
-	cfg     *OrderedConfig
-	finite  bool
-	board   *board
-	where   *bookmark
-	api     string
-	created time.Time // of the stream, once known
-	shrunk  bool      // the stream's last sequence was once below the position
+	cfg        *OrderedConfig
+	finite     bool
+	board      *board
+	where      *bookmark
+	api        string
+	created    time.Time // of the stream, once known
+	perSubject int64     // the stream's limit of messages per subject
+	shrunk     bool      // the stream's last sequence was once below the position
 }
 
 func (r *reader) run(ctx context.Context, js jetstream.JetStream, yield func(Msg, error) bool) {
@@ -164,16 +167,20 @@ func (r *reader) prepare(l *loop) {
 	l.recipe = recipe{
 		create:  r.create,
 		vet:     r.same,
+		gap:     r.gap,
 		inOrder: true,
 		finite:  r.finite || c.UntilCaughtUp || (c.UntilTime != nil && c.UntilTime.Before(time.Now())),
 		replay:  c.ReplayPolicy == jetstream.ReplayOriginalPolicy,
 	}
 	if r.where != nil {
 		w := r.where
-		l.pos.at, r.created = w.at, w.created
+		l.pos.at, r.created, l.list.done = w.at, w.created, w.listed
 		l.onLeave = func() {
 			if l.serial > 0 {
 				*w = bookmark{set: true, at: l.pos.at, created: r.created}
+				if c.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy && l.list.done {
+					w.listed, w.at = true, max(w.at, l.target)
+				}
 			}
 		}
 	}
@@ -181,10 +188,12 @@ func (r *reader) prepare(l *loop) {
 
 // create makes the consumer of the next generation. Before the first one it
 // learns what the stream is and where it ends now; afterwards the stream is
-// compared beside the first pull (vetNow).
+// compared beside the first pull (vetNow). A list of last messages takes a new
+// boundary with every generation.
 func (r *reader) create(l *loop) error {
 	c := r.cfg
-	if l.serial == 0 {
+	lists := c.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy && !l.list.done
+	if l.serial == 0 || lists {
 		info, err := l.streamInfo(l.api("STREAM.INFO." + c.Stream))
 		if err != nil {
 			return err
@@ -193,17 +202,13 @@ func (r *reader) create(l *loop) error {
 			return err
 		}
 	}
-	cc, exact := r.consumerConfig(l)
-	subject := "CONSUMER.CREATE." + c.Stream + "." + cc.Name
-	if cc.FilterSubject != "" {
-		subject += "." + cc.FilterSubject
-	}
-	info, err := l.consumerCreate(l.api(subject), consumerCreate{Stream: c.Stream, Config: cc, Action: "create"})
+	cc, exact := r.consumerConfig(l, lists)
+	info, err := r.make(l, cc)
 	if err != nil {
 		return err
 	}
+	known := l.serial > 0 || r.resumes() || c.After != (Position{})
 	l.serial++
-	l.pos.created(info.Delivered.Stream, info.NumPending, l.target)
 	l.exact = exact
 	l.limits = pullLimits{
 		batch:   info.Config.MaxRequestBatch,
@@ -213,17 +218,60 @@ func (r *reader) create(l *loop) error {
 	l.gen = &generation{stream: c.Stream, consumer: cc.Name, created: r.created, number: l.serial}
 	l.ack = ""
 	l.pullTo = l.api("CONSUMER.MSG.NEXT." + c.Stream + "." + cc.Name)
+	if cc.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy {
+		l.pos.scanned = l.pos.at // an entry lost from the old list may lie in front of it
+		known = false
+	}
+	gone := l.pos.created(info.Delivered.Stream, info.NumPending, l.target, known)
+	if gone.to > 0 {
+		return r.gap(l, gone)
+	}
 	return nil
 }
 
-// meet takes over what the stream is when the range begins.
+// make sends the create. A server that does not know priorities refuses them.
+func (r *reader) make(l *loop, cc jetstream.ConsumerConfig) (*jetstream.ConsumerInfo, error) {
+	listed := cc.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy && r.perSubject != 1
+	group := listed && !l.list.certain && l.maxMessages > 1
+	if group {
+		cc.PriorityPolicy = jetstream.PriorityPolicyPrioritized
+		cc.PriorityGroups = []string{listGroup}
+	}
+	subject := "CONSUMER.CREATE." + r.cfg.Stream + "." + cc.Name
+	if cc.FilterSubject != "" {
+		subject += "." + cc.FilterSubject
+	}
+	info, err := l.consumerCreate(l.api(subject), consumerCreate{Stream: r.cfg.Stream, Config: cc, Action: "create"})
+	if err != nil {
+		if api, ok := errors.AsType[*jetstream.APIError](err); ok && group && api.Code == 400 && !transient(err) {
+			l.list.certain = true
+			return r.make(l, cc)
+		}
+		return nil, err
+	}
+	l.list.group = group
+	l.list.certain = listed && !group
+	l.list.listed = info.NumPending
+	l.list.active = listed && info.NumPending > 0
+	return info, nil
+}
+
+// resumes reports whether an earlier range of the handle left a position.
+func (r *reader) resumes() bool { return r.where != nil && r.where.set }
+
+// meet takes over what the stream is.
 func (r *reader) meet(l *loop, info *jetstream.StreamInfo) error {
 	if p := info.Config.Retention; p != jetstream.LimitsPolicy {
 		return &ConfigError{Field: "OrderedConfig.Stream", Value: quoted(r.cfg.Stream) + " (" + p.String() + " retention)",
 			Bound: "a stream with limits retention: an ack-none reader removes the messages of the others"}
 	}
 	switch {
-	case r.where != nil && r.where.set:
+	case l.serial > 0 || r.resumes():
+		if err := r.same(l, info); err != nil {
+			return err
+		}
+	case r.cfg.After != (Position{}):
+		l.pos.at, r.created = r.cfg.After.Sequence, r.cfg.After.StreamCreated
 		if err := r.same(l, info); err != nil {
 			return err
 		}
@@ -235,6 +283,8 @@ func (r *reader) meet(l *loop, info *jetstream.StreamInfo) error {
 		l.pos.at = info.State.LastSeq
 	}
 	r.created = info.Created
+	r.perSubject = info.Config.MaxMsgsPerSubject
+	l.pos.whole = len(r.cfg.FilterSubjects) == 0 && r.cfg.DeliverPolicy != jetstream.DeliverLastPerSubjectPolicy
 	l.target = info.State.LastSeq
 	l.maxMessage = l.link.maxPayload()
 	if n := int(info.Config.MaxMsgSize); n > 0 {
@@ -248,7 +298,7 @@ func (r *reader) meet(l *loop, info *jetstream.StreamInfo) error {
 // by start sequence wherever the start is known, never a start time together
 // with a sequence and never sequence 0. exact reports that a consumer which
 // loses its state and comes back under its name starts at the right place.
-func (r *reader) consumerConfig(l *loop) (cc jetstream.ConsumerConfig, exact bool) {
+func (r *reader) consumerConfig(l *loop, lists bool) (cc jetstream.ConsumerConfig, exact bool) {
 	c := r.cfg
 	if l.name == "" {
 		if l.prefix == "" {
@@ -273,24 +323,68 @@ func (r *reader) consumerConfig(l *loop) (cc jetstream.ConsumerConfig, exact boo
 	default:
 		cc.FilterSubjects = c.FilterSubjects
 	}
-	started := l.serial > 0 || (r.where != nil && r.where.set)
 	policy := c.DeliverPolicy
-	if started || policy == jetstream.DeliverNewPolicy {
+	switch {
+	case lists:
+		if len(c.FilterSubjects) == 0 {
+			cc.FilterSubject = ">" // the server wants one (consumer.go:735)
+		}
+	case l.serial > 0 || r.resumes() || c.After != (Position{}) || policy == jetstream.DeliverNewPolicy:
 		policy = jetstream.DeliverByStartSequencePolicy
 	}
+	cc.DeliverPolicy = policy
 	switch policy {
 	case jetstream.DeliverByStartSequencePolicy:
-		cc.DeliverPolicy = policy
 		cc.OptStartSeq = l.pos.at + 1
+		if c.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy {
+			// The list reached up to the boundary. In front of that there are
+			// only messages that it left out, as superseded.
+			cc.OptStartSeq = max(l.pos.at, l.target) + 1
+		}
+		return cc, true
 	case jetstream.DeliverByStartTimePolicy:
-		cc.DeliverPolicy = policy
 		cc.OptStartTime = c.OptStartTime
-		return cc, false
-	case jetstream.DeliverLastPolicy:
-		cc.DeliverPolicy = policy
-		return cc, false
 	}
-	return cc, true
+	return cc, policy == jetstream.DeliverAllPolicy
+}
+
+// gap tells of messages that were removed before they were read.
+func (r *reader) gap(l *loop, gone seqRange) error {
+	certain := l.pos.whole && r.perSubject <= 0
+	if certain && r.cfg.OnGap == GapFail {
+		// The next range of a handle goes on behind the gap.
+		l.pos.at = max(l.pos.at, gone.to)
+		return &GapError{Stream: r.cfg.Stream, From: gone.from, To: gone.to}
+	}
+	if l.lis.Gap != nil {
+		l.lis.Gap(gone.from, gone.to, certain)
+	}
+	return nil
+}
+
+// inspectEvery is how often the stream is asked at most.
+const inspectEvery = time.Second
+
+// inspect asks the stream whether what was passed over without a message was
+// removed by retention.
+func (l *loop) inspect(now bool) error {
+	if !now && len(l.pos.unseen) < 64 && time.Since(l.inspected) < inspectEvery {
+		return nil
+	}
+	info, err := l.streamInfo(l.api("STREAM.INFO." + l.stream))
+	if err != nil {
+		if l.ctx.Err() != nil {
+			return newDoneError(l.ctx, l.where)
+		}
+		return &rebuild{err}
+	}
+	l.inspected = time.Now()
+	for _, gone := range l.pos.gaps(info.State.FirstSeq) {
+		if err := l.recipe.gap(l, gone); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // vet is the look at the stream that goes out with the first pull of every

@@ -20,20 +20,71 @@ type position struct {
 	scanned uint64
 	// pending is the server's latest hint at what is still to come.
 	pending uint64
+	// whole: the reader has no filter, so that every sequence passed over is a
+	// message that is gone. unseen are those ranges, until the stream was
+	// asked whether retention took them or somebody deleted them in the
+	// middle.
+	whole  bool
+	unseen []seqRange
+}
+
+// seqRange is a range of stream sequences, both ends included.
+type seqRange struct{ from, to uint64 }
+
+// pass notes that the scan position moves to seq without the messages between.
+func (p *position) pass(seq uint64) {
+	if !p.whole || seq <= p.scanned+1 {
+		return
+	}
+	s := seqRange{p.scanned + 1, seq - 1}
+	if n := len(p.unseen); n > 0 && p.unseen[n-1].to+1 == s.from {
+		p.unseen[n-1].to = s.to
+		return
+	}
+	p.unseen = append(p.unseen, s)
+}
+
+// gaps empties unseen and returns what of it retention took: the parts in front
+// of the stream's first sequence. A message deleted in the middle is behind it.
+// Should retention have passed such a message before the stream was asked, it
+// counts as taken; nothing on the server tells the two apart any more.
+func (p *position) gaps(first uint64) []seqRange {
+	var gone []seqRange
+	for _, s := range p.unseen {
+		if s.from < first {
+			gone = append(gone, seqRange{s.from, min(s.to, first-1)})
+		}
+	}
+	p.unseen = nil
+	return gone
 }
 
 // created takes over what the answer to a create says: delivered is the stream
 // sequence in front of the first message that the consumer will deliver
 // (consumer.go:6397), pending is exact at that moment. last is the stream's
-// last sequence, read before the consumer was made.
-func (p *position) created(delivered, pending, last uint64) {
+// last sequence, read before the consumer was made. known says that the reader
+// was somewhere before: what the server moved the start over is then gone, and
+// returned.
+func (p *position) created(delivered, pending, last uint64, known bool) (gone seqRange) {
 	p.cseq = 0
 	p.pending = pending
-	p.at = max(p.at, delivered)
-	p.scanned = max(p.scanned, p.at)
-	if pending == 0 {
-		p.scanned = max(p.scanned, last)
+	// What was passed over behind the position is passed over again.
+	for len(p.unseen) > 0 && p.unseen[len(p.unseen)-1].from > p.at {
+		p.scanned = min(p.scanned, p.unseen[len(p.unseen)-1].from-1)
+		p.unseen = p.unseen[:len(p.unseen)-1]
 	}
+	if known && delivered > max(p.at, p.scanned) {
+		gone = seqRange{max(p.at, p.scanned) + 1, delivered}
+	}
+	if !known {
+		p.at = max(p.at, delivered)
+	}
+	p.scanned = max(p.scanned, p.at, delivered)
+	if pending == 0 && last > p.scanned {
+		p.pass(last + 1)
+		p.scanned = last
+	}
+	return gone
 }
 
 // receive judges one message by its sequences. A consumer sequence that is not
@@ -49,6 +100,7 @@ func (p *position) receive(a wire.Ack) (kind, error) {
 	if a.Stream <= p.at {
 		return skip, nil
 	}
+	p.pass(a.Stream)
 	return deliver, nil
 }
 
@@ -66,6 +118,7 @@ func (p *position) heard(lastConsumer, lastStream uint64) (kind, error) {
 	if lastConsumer != p.cseq {
 		return restart, errLostTail
 	}
+	p.pass(lastStream + 1)
 	p.scanned = max(p.scanned, lastStream)
 	return skip, nil
 }

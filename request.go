@@ -38,19 +38,11 @@ type streamAnswer struct {
 	*jetstream.StreamInfo
 }
 
-// answered returns the API error of an answer, with the sentinel of package
-// jetstream where it has one.
+// answered returns the API error of an answer. It is the sentinel of package
+// jetstream under errors.Is where there is one, by its code.
 func (a *apiError) answered() error {
 	if a.Error == nil {
 		return nil
-	}
-	switch a.Error.ErrorCode {
-	case jetstream.JSErrCodeStreamNotFound:
-		return fmt.Errorf("%w: %w", jetstream.ErrStreamNotFound, a.Error)
-	case jetstream.JSErrCodeConsumerNotFound:
-		return fmt.Errorf("%w: %w", jetstream.ErrConsumerNotFound, a.Error)
-	case jetstream.JSErrCodeMaximumConsumersLimit:
-		return fmt.Errorf("%w: %w", jetstream.ErrMaximumConsumersLimit, a.Error)
 	}
 	return a.Error
 }
@@ -60,7 +52,12 @@ func (a *apiError) answered() error {
 // of the former pass as well: too many consumers, and a name taken by one of
 // our own that is being deleted.
 func transient(err error) bool {
-	if errors.Is(err, nats.ErrPermissionViolation) || errors.Is(err, nats.ErrConnectionClosed) || errors.Is(err, ErrInvalidConfig) {
+	for _, final := range []error{nats.ErrPermissionViolation, nats.ErrConnectionClosed, ErrInvalidConfig, ErrStreamRecreated} {
+		if errors.Is(err, final) {
+			return false
+		}
+	}
+	if _, ok := errors.AsType[*GapError](err); ok {
 		return false
 	}
 	if api, ok := errors.AsType[*jetstream.APIError](err); ok {
@@ -434,7 +431,7 @@ func (l *loop) open() error {
 	l.notBefore = time.Time{}
 	l.greeted, l.progress, l.oversize = false, false, false
 	l.early, l.confirms = 0, 0
-	l.low = 0
+	l.low, l.list.beats = 0, 0
 	l.board.update(func(s *Stats) {
 		s.Stream, s.Consumer, s.Generation = l.gen.stream, l.gen.consumer, l.gen.number
 		if l.gen.number > 1 {

@@ -20,8 +20,6 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
-
-	"github.com/pacedgo/paced/internal/wire"
 )
 
 var update = flag.Bool("update", false, "rewrite the traces under testdata")
@@ -152,7 +150,6 @@ type result struct {
 // play runs the scenario in a bubble.
 func (sc *scenario) play(t *testing.T, d disturbance) (r result) {
 	t.Helper()
-	// Not t itself: (*T).Run inside of a loop would be a subtest each time.
 	synctest.Test(t, func(t *testing.T) {
 		f := newScripted(t, d)
 		for n, line := range strings.Split(sc.script, "\n") {
@@ -182,30 +179,33 @@ type scripted struct {
 	cancel context.CancelCauseFunc
 	cause  error
 
-	mu       sync.Mutex
-	lines    []line
-	queue    events
-	order    int
-	wake     chan struct{}
-	reacts   map[string]map[int][]string // "pull" → 3 → what happens
-	seen     map[string]int              // how many of each the loop made
-	body     time.Duration
-	bodies   map[uint64]time.Duration
-	rtt      time.Duration
-	manual   bool
-	resume   uint64
-	oneSlot  bool
-	late     bool // data may come behind the status that ends its pull
-	bounded  time.Time
-	calls    int
-	yields   int
-	lastSeq  uint64
-	ended    bool // the error was yielded, or the body left
-	err      error
-	canceled time.Time
-	leaving  bool // what the reaction to a yield wants
-	panicks  bool
-	raw      bool // the script sends data of its own making
+	mu         sync.Mutex
+	lines      []line
+	queue      events
+	order      int
+	wake       chan struct{}
+	reacts     map[string]map[int][]string // "pull" → 3 → what happens
+	seen       map[string]int              // how many of each the loop made
+	body       time.Duration
+	bodies     map[uint64]time.Duration
+	rtt        time.Duration
+	manual     bool
+	resume     uint64
+	oneSlot    bool
+	late       bool // data may come behind the status that ends its pull
+	bounded    time.Time
+	calls      int
+	yields     int
+	lastSeq    uint64
+	ended      bool // the error was yielded, or the body left
+	err        error
+	canceled   time.Time
+	leaving    bool // what the reaction to a yield wants
+	panicks    bool
+	surplus    uint64 // how many messages too many the server counts as pending
+	loseAnswer bool   // the server's next answer is lost
+	justDown   bool   // the connection broke under the loop's hands: it cannot know yet
+	raw        bool   // the script sends data of its own making
 
 	// The connection.
 	state      nats.Status
@@ -215,6 +215,7 @@ type scripted struct {
 	muted      bool
 	held       bool
 	pongs      chan struct{} // closed when barriers may return
+	broken     chan struct{} // closed when the connection breaks
 	wire       []frame
 	subs       map[string]*subscribed // by inbox
 	letters    int
@@ -242,11 +243,10 @@ type scripted struct {
 }
 
 type line struct {
-	at        time.Duration
-	text      string
-	from, to  uint64 // of a run of yields
-	yielded   bool
-	direction string
+	at       time.Duration
+	text     string
+	yielded  bool
+	from, to uint64 // then: these sequences
 }
 
 type storedMsg struct {
@@ -270,6 +270,7 @@ type frame struct {
 
 type fakeConsumer struct {
 	name    string
+	start   string // the part of the configuration that the model compares
 	next    uint64 // stream sequence
 	cseq    uint64
 	pulls   []*fakePull // first come, first served; one message each in turn
@@ -320,7 +321,7 @@ func newScripted(t *testing.T, d disturbance) *scripted {
 		reacts: map[string]map[int][]string{},
 		seen:   map[string]int{},
 		bodies: map[uint64]time.Duration{},
-		state:  nats.CONNECTED, pongs: closed(),
+		state:  nats.CONNECTED, pongs: closed(), broken: make(chan struct{}),
 		subs:       map[string]*subscribed{},
 		stored:     map[uint64]storedMsg{},
 		lostStatus: map[string]int{},
@@ -350,6 +351,7 @@ func newScripted(t *testing.T, d disturbance) *scripted {
 		reconnect: func() error {
 			defer f.lock()()
 			f.call("force reconnect")
+			f.note("force a reconnect")
 			f.disconnect()
 			f.connect()
 			return nil
@@ -383,13 +385,28 @@ func (f *scripted) note(format string, args ...any) {
 	f.lines = append(f.lines, line{at: time.Since(f.start), text: fmt.Sprintf(format, args...)})
 }
 
+// result gives the trace its final form. Yields at one instant are one line, and
+// so are three or more that follow each other at equal intervals.
 func (f *scripted) result() result {
 	r := result{calls: f.calls, yields: f.yields, cancelled: f.canceled}
-	for _, l := range f.lines {
+	for i := 0; i < len(f.lines); i++ {
+		l := f.lines[i]
 		text := l.text
 		if l.yielded {
-			if text = fmt.Sprintf("yield %d", l.from); l.to > l.from {
+			n := 1
+			for ; i+n < len(f.lines) && f.lines[i+n].yielded && l.from == l.to; n++ {
+				if next := f.lines[i+n]; next.from != next.to || next.from != l.from+uint64(n) || next.at-f.lines[i+n-1].at != f.lines[i+1].at-l.at {
+					break
+				}
+			}
+			switch {
+			case n > 2:
+				text = fmt.Sprintf("yield %d-%d, one every %v", l.from, l.from+uint64(n)-1, f.lines[i+1].at-l.at)
+				i += n - 1
+			case l.to > l.from:
 				text = fmt.Sprintf("yield %d-%d", l.from, l.to)
+			default:
+				text = fmt.Sprintf("yield %d", l.from)
 			}
 		}
 		for i, name := range f.names {
@@ -602,6 +619,7 @@ func (f *scripted) drive(stop <-chan struct{}) {
 		default:
 		}
 		f.mu.Lock()
+		f.justDown = false
 		now := time.Now()
 		switch {
 		case !now.Before(limit):
@@ -678,7 +696,7 @@ func (f *scripted) call(what string) {
 	if f.calls == f.d.cancelAtCall && !f.ended {
 		f.stop()
 	}
-	if f.state != nats.CONNECTED && !f.ended {
+	if f.state != nats.CONNECTED && !f.ended && !f.justDown {
 		f.t.Errorf("%v: %s while %v: nats.go may block", time.Since(f.start), what, f.state)
 	}
 }
@@ -723,10 +741,12 @@ func (f *scripted) newInbox() string {
 func (f *scripted) barrier(ctx context.Context) error {
 	f.mu.Lock()
 	f.call("barrier")
-	pongs, rtt := f.pongs, f.rtt
+	pongs, broken, rtt := f.pongs, f.broken, f.rtt
 	f.mu.Unlock()
 	select {
 	case <-pongs:
+	case <-broken:
+		return nats.ErrConnectionClosed // nats.go:6181
 	case <-ctx.Done():
 		return ctx.Err()
 	}
@@ -735,6 +755,8 @@ func (f *scripted) barrier(ctx context.Context) error {
 		defer timer.Stop()
 		select {
 		case <-timer.C:
+		case <-broken:
+			return nats.ErrConnectionClosed
 		case <-ctx.Done():
 			return ctx.Err()
 		}
@@ -778,6 +800,7 @@ func (f *scripted) publish(subject, reply string, data []byte) error {
 		kind, what = "probe", "consumer info "+name
 	case strings.HasPrefix(tail, "CONSUMER.DELETE."):
 		kind, what = "delete", "delete "+name
+		f.deletes[name] = true
 	case strings.HasPrefix(tail, "CONSUMER.MSG.NEXT."):
 		kind = "pull"
 		if err := json.Unmarshal(data, &p); err != nil {
@@ -842,7 +865,6 @@ func (f *scripted) serve(kind, name, reply string, cfg jetstream.ConsumerConfig)
 		}
 		f.answer(reply, f.info(c))
 	case "delete":
-		f.deletes[name] = true
 		if c := f.consumers[name]; c != nil {
 			f.remove(c, true)
 		}
@@ -868,8 +890,13 @@ func (f *scripted) create(cfg jetstream.ConsumerConfig, reply string) {
 		f.refuse(reply, 404, 10059, "stream not found")
 		return
 	}
+	start := fmt.Sprint(cfg.DeliverPolicy, cfg.OptStartSeq, cfg.OptStartTime)
+	if c := f.consumers[cfg.Name]; c != nil && c.start != start {
+		f.refuse(reply, 400, 10148, "consumer already exists")
+		return
+	}
 	if c := f.consumers[cfg.Name]; c == nil {
-		c = &fakeConsumer{name: cfg.Name}
+		c = &fakeConsumer{name: cfg.Name, start: start}
 		switch cfg.DeliverPolicy {
 		case jetstream.DeliverByStartSequencePolicy:
 			c.next = cfg.OptStartSeq
@@ -903,6 +930,7 @@ func (f *scripted) info(c *fakeConsumer) jetstream.ConsumerInfo {
 }
 
 func (f *scripted) pending(c *fakeConsumer) (n uint64) {
+	n = f.surplus
 	for seq := max(c.next, f.first); seq <= f.lastStored; seq++ {
 		if _, ok := f.stored[seq]; ok {
 			n++
@@ -912,6 +940,10 @@ func (f *scripted) pending(c *fakeConsumer) (n uint64) {
 }
 
 func (f *scripted) answer(reply string, v any) {
+	if f.loseAnswer {
+		f.loseAnswer = false
+		return
+	}
 	data, err := json.Marshal(v)
 	if err != nil {
 		f.t.Fatal(err)
@@ -1243,14 +1275,17 @@ func (f *scripted) reactTo(kind, reply string) (answered bool, err error) {
 	if w == nil {
 		return false, nil
 	}
-	if err := f.act(w, reply); err != nil {
+	was := f.state
+	err = f.act(w, reply)
+	f.justDown = f.justDown || (was == nats.CONNECTED && f.state != was)
+	if err != nil {
 		if errors.Is(err, nats.ErrConnectionReconnecting) {
 			return true, err
 		}
 		f.t.Errorf("script, on %s %d %v: %v", kind, f.seen[kind], w, err)
 	}
 	switch w[0] {
-	case "noanswer", "error", "status", "empty", "garbage":
+	case "noanswer", "noresponders", "error", "status", "empty", "garbage":
 		return true, nil
 	}
 	return false, nil
@@ -1286,10 +1321,13 @@ func (f *scripted) act(w []string, reply string) error {
 		return nil, errors.New("no pull is open")
 	}
 	switch w[0] {
-	case "noanswer": // the request is lost, or its answer
-		return nil
+	case "noanswer": // the request is lost
+	case "loseanswer": // the request is served and its answer is lost
+		f.loseAnswer = true
 	case "error": // error CODE ERROR_CODE "text": the API refuses
 		f.refuse(reply, number(0), number(1), arg(2))
+	case "noresponders": // nobody listens on the API
+		f.send(inboxOf(reply), &nats.Msg{Subject: reply, Header: nats.Header{"Status": {"503"}}})
 	case "empty": // an answer without anything in it
 		f.answer(reply, map[string]any{})
 	case "garbage": // an answer that is no JSON
@@ -1361,6 +1399,8 @@ func (f *scripted) act(w []string, reply string) error {
 		for seq := from; seq <= to; seq++ {
 			delete(f.stored, seq)
 		}
+	case "hint": // hint N: the server counts N messages too many as pending
+		f.surplus = uint64(number(0))
 	case "purge": // retention has passed everything below
 		f.first = uint64(number(0))
 		for seq := range f.stored {
@@ -1389,6 +1429,11 @@ func (f *scripted) act(w []string, reply string) error {
 		for _, p := range f.pulls {
 			f.endPull(p)
 		}
+	case "truncate": // truncate N: the stream ends there
+		for seq := uint64(number(0)) + 1; seq <= f.lastStored; seq++ {
+			delete(f.stored, seq)
+		}
+		f.lastStored = uint64(number(0))
 	case "remove_stream":
 		f.gone = true
 		for _, name := range f.names {
@@ -1406,16 +1451,16 @@ func (f *scripted) act(w []string, reply string) error {
 		f.refused = append(f.refused, arg(0))
 	case "mute": // nothing arrives any more, and nothing is said about it
 		f.muted = true
-		f.pongs = make(chan struct{})
+		f.block(true)
 	case "unmute":
 		f.muted = false
-		close(f.pongs)
+		f.block(false)
 	case "hold": // everything is late
 		f.held = true
-		f.pongs = make(chan struct{})
+		f.block(true)
 	case "release":
 		f.held = false
-		close(f.pongs)
+		f.block(false)
 		f.ring()
 	case "disconnect":
 		f.disconnect()
@@ -1439,16 +1484,48 @@ func (f *scripted) act(w []string, reply string) error {
 		f.panicks = true
 	case "quiet": // the model stops serving
 		f.manual = true
+	case "serve": // the model serves again: what is open, too
+		f.manual = false
+		for _, p := range f.pulls {
+			if !p.over {
+				p.beat = time.Now().Add(p.every)
+				f.beats(p)
+				f.expiry(p)
+			}
+		}
+		for _, name := range f.names {
+			if c := f.consumers[name]; c != nil {
+				f.deliver(c)
+			}
+		}
 	default:
 		return fmt.Errorf("unknown action %s", w[0])
 	}
 	return nil
 }
 
+// block holds barriers up, or lets them return.
+func (f *scripted) block(on bool) {
+	open := true
+	select {
+	case <-f.pongs:
+	default:
+		open = false
+	}
+	switch {
+	case on && open:
+		f.pongs = make(chan struct{})
+	case !on && !open:
+		close(f.pongs)
+	}
+}
+
 func (f *scripted) disconnect() {
-	f.wire = nil
+	f.wire, f.muted, f.held = nil, false, false
 	f.state = nats.RECONNECTING
-	f.pongs = make(chan struct{})
+	f.block(true)
+	close(f.broken)
+	f.broken = make(chan struct{})
 	f.event(nats.DISCONNECTED)
 	f.event(nats.RECONNECTING)
 }
@@ -1458,7 +1535,7 @@ func (f *scripted) disconnect() {
 func (f *scripted) connect() {
 	f.state = nats.CONNECTED
 	f.reconnects++
-	close(f.pongs)
+	f.block(false)
 	f.event(nats.CONNECTED)
 	if !f.manual {
 		for _, name := range f.names {
@@ -1546,5 +1623,3 @@ func header(s string) nats.Header {
 	}
 	return h
 }
-
-var _ = wire.AckPrefix

@@ -34,6 +34,8 @@ type slot struct {
 	bounded   bool   // the pull carries max_bytes
 	got       int    // messages taken
 	ended     bool   // a terminal status was seen and data is owed
+	role      role
+	serial    uint64 // of the token
 	confirm   bool   // sent to hear where the server is
 	stocked   bool   // sent with messages waiting on the server: measures the round trip
 	room      int    // statuses this pull can cause while nobody reads
@@ -165,7 +167,7 @@ func (in *inbox) grow(capacity int) error {
 
 // pull sends one pull through slot i. reserve is what it takes from the byte
 // bounds: p.MaxBytes, or room for the largest message where p has no bound.
-func (in *inbox) pull(i int, subject string, p wire.Pull, reserve int, now time.Time, slack time.Duration) error {
+func (in *inbox) pull(i int, subject string, p wire.Pull, as role, reserve int, now time.Time, slack time.Duration) error {
 	if err := in.connect(i); err != nil {
 		return err
 	}
@@ -176,7 +178,7 @@ func (in *inbox) pull(i int, subject string, p wire.Pull, reserve int, now time.
 	}
 	*s = slot{
 		sub: s.sub, inbox: s.inbox,
-		open: true, token: token,
+		open: true, token: token, serial: in.serial, role: as,
 		owed: p.Batch, bytes: reserve, bounded: p.MaxBytes > 0,
 		room:      statusRoom(p.Expires, p.Heartbeat),
 		heartbeat: p.Heartbeat,
