@@ -279,8 +279,8 @@ func (l *loop) yielded(m *Msg) {
 	l.taken += size
 	l.n.messages++
 	l.n.bytes += uint64(size)
-	if n := l.in.waiting(); n > l.n.peak {
-		l.n.peak = n
+	if n := min(l.in.waiting(), l.in.owed); n > l.n.peak {
+		l.n.peak = n // frames beside the messages do not count
 	}
 	if !l.progress {
 		l.healthy()
@@ -613,31 +613,22 @@ func (l *loop) overdue(now time.Time) directive {
 		}
 		late := !now.Before(s.deadline)
 		silent := !s.ended && !s.confirm && !now.Before(l.base(s).Add(l.silence(s)))
-		if (late || silent) && l.delayed(s, now) {
-			continue
-		}
-		if late && l.recipe.replay {
+		switch {
+		case !late && !silent:
+		case l.delayed(s, now):
+		case late && l.recipe.replay:
 			// See status: the server, asleep with a message in hand, does not
 			// even tell of the end of a pull.
 			l.in.finish(s)
 			return directive{kind: pullOver}
-		}
-		if late {
-			// Its end was lost, or what it owed. The next pull is due either
-			// way; a message lost with it shows in the consumer sequence.
-			if l.list.active {
-				return directive{kind: restart, reason: errUnfilled}
-			}
-			if l.pos.cseq == 0 && !l.exact {
-				return directive{kind: restart, reason: errReset}
-			}
+		case s.ended:
+			// What it owed was lost; the consumer sequence will show it.
+			l.in.giveUp(i)
+			return directive{kind: pullOver}
+		default:
 			if s.confirm {
 				l.confirms++
 			}
-			l.in.giveUp(i)
-			return directive{kind: pullOver}
-		}
-		if silent {
 			return l.probe()
 		}
 	}
@@ -836,6 +827,7 @@ func (l *loop) send(now time.Time, w pullSpec) directive {
 	s.confirm = w.confirm
 	s.stocked = l.pos.pending > 0
 	l.n.pulls++
+	l.post()
 	if l.lis.PullIssued != nil {
 		l.lis.PullIssued(p.Batch, p.MaxBytes)
 	}
@@ -901,7 +893,7 @@ func (l *loop) reserve(p *wire.Pull, now time.Time, as role) (int, bool) {
 	}
 	want := min(l.pace.bytesFor(p.Batch), room)
 	if as == rescue {
-		want = min(max(l.pace.bytesFor(1), rescueBytes), l.maxMessage, room)
+		want = min(max(l.pace.bytesFor(1), rescueBytes), l.maxMessage, max(room/2, 1))
 	}
 	floor := min(max(l.pace.large, 1), room)
 	if want <= 0 || (want < floor && l.in.owed > 0) {
@@ -1073,7 +1065,7 @@ func (l *loop) post() {
 		s.Bytes += l.n.bytes
 		s.Pulls += l.n.pulls
 		s.Outstanding, s.OutstandingBytes = l.in.owed, l.in.bytes
-		s.Waiting = l.in.waiting()
+		s.Waiting = min(l.in.waiting(), l.in.owed)
 		s.MaxWaiting = max(s.MaxWaiting, l.n.peak)
 		s.Credit = l.pace.credit
 		s.LookAhead = l.pace.lookAhead()

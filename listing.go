@@ -124,6 +124,11 @@ func (l *loop) askList(now time.Time, w pullSpec) directive {
 		return directive{kind: skip}
 	}
 	if r := &l.in.slots[rescue.slot()]; !r.open {
+		// Both have to fit: with the rescue out the channel cannot grow.
+		both := statusRoom(listExpires, listHeartbeat) + statusRoom(defaultExpires, defaultHeartbeat)
+		if _, ok := l.room(w.batch+1, both); !ok {
+			return directive{kind: skip}
+		}
 		p := pullSpec{batch: 1, heartbeat: defaultHeartbeat, expires: defaultExpires, role: rescue}
 		if d := l.send(now, p); d.kind != skip || !r.open {
 			return d
@@ -133,7 +138,8 @@ func (l *loop) askList(now time.Time, w pullSpec) directive {
 		return directive{kind: skip} // the rescue brings the last entry
 	}
 	w.role = first
-	w.batch = max(1, min(w.batch, left, l.pace.credit-l.in.owed))
+	fit := l.in.fits(w.batch, statusRoom(listExpires, listHeartbeat))
+	w.batch = max(1, min(w.batch, left, l.pace.credit-l.in.owed, fit))
 	w.heartbeat, w.expires = listHeartbeat, min(listExpires, l.tuning.expires(false))
 	w.heartbeat = min(w.heartbeat, w.expires/2)
 	w.confirm = false

@@ -306,7 +306,7 @@ func (t *Tuning) expires(caughtUp bool) time.Duration {
 func quoted(s string) string { return fmt.Sprintf("%q", s) }
 
 // legalName mirrors what the server takes as a stream or consumer name
-// (nats-server stream.go:1461, consumer.go:1141).
+// (nats-server jetstream.go:2886).
 func legalName(s string) bool {
 	return s != "" && !strings.ContainsFunc(s, func(r rune) bool {
 		return r <= ' ' || r == 0x7f || strings.ContainsRune(".*>/\\", r)

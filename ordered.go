@@ -233,6 +233,7 @@ func (r *reader) create(l *loop) error {
 func (r *reader) make(l *loop, cc jetstream.ConsumerConfig) (*jetstream.ConsumerInfo, error) {
 	listed := cc.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy && r.perSubject != 1
 	group := listed && !l.list.certain && l.maxMessages > 1
+	cc.PriorityPolicy, cc.PriorityGroups = jetstream.PriorityPolicyNone, nil
 	if group {
 		cc.PriorityPolicy = jetstream.PriorityPolicyPrioritized
 		cc.PriorityGroups = []string{listGroup}

@@ -24,6 +24,7 @@ const (
 type pacer struct {
 	limit  int           // MaxMessages
 	fixed  time.Duration // Tuning.LookAhead; 0: measured from the round trip
+	asked  bool          // the start credit was used
 	credit int           // messages that may be asked for and not yet handed to the body
 	body   average       // nanoseconds per message
 	size   average       // bytes per message
@@ -104,9 +105,10 @@ func (p *pacer) adjust(pending uint64) int {
 		target = min(target, max(1, int(float64(p.lookAhead())/p.body.value)))
 	}
 	most := p.credit
-	if pending > uint64(most) {
+	if pending > uint64(most) && p.asked {
 		most *= 2
 	}
+	p.asked = true
 	p.credit = max(1, min(target, max(most, min(startCredit, p.limit))))
 	// The largest message counts for a while, not for ever.
 	p.large -= (p.large - p.meanSize()) / 16

@@ -61,7 +61,7 @@ func (p *position) gaps(first uint64) []seqRange {
 
 // created takes over what the answer to a create says: delivered is the stream
 // sequence in front of the first message that the consumer will deliver
-// (consumer.go:6397), pending is exact at that moment. last is the stream's
+// (consumer.go:3594), pending is exact at that moment. last is the stream's
 // last sequence, read before the consumer was made. known says that the reader
 // was somewhere before: what the server moved the start over is then gone, and
 // returned.

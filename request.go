@@ -263,6 +263,12 @@ func (l *loop) probe() directive {
 	}
 	// The consumer lives and has nothing for us, but our pull is not heard
 	// of: its end was lost, or the server dropped it in silence.
+	if l.list.active {
+		return directive{kind: restart, reason: errUnfilled}
+	}
+	if l.pos.cseq == 0 && !l.exact {
+		return directive{kind: restart, reason: errReset}
+	}
 	for i := range l.in.slots {
 		l.in.giveUp(i)
 	}
