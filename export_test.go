@@ -1,9 +1,14 @@
 package paced
 
 import (
+	"os"
+	"path/filepath"
 	"reflect"
+	"testing"
 
 	"github.com/nats-io/nats.go"
+
+	"github.com/pacedgo/paced/internal/faultproxy"
 )
 
 // budgetHeld tells how many loops have joined the budget of nc.
@@ -21,4 +26,30 @@ func listeners(nc *nats.Conn) int {
 		n += m.MapIndex(k).Len()
 	}
 	return n
+}
+
+func dropStatus(code int) faultproxy.Filter {
+	return func(f faultproxy.Frame) faultproxy.Action {
+		if f.Status() == code {
+			return faultproxy.Drop
+		}
+		return faultproxy.Pass
+	}
+}
+
+// copyDir replaces to by a copy of from.
+func copyDir(t testing.TB, from, to string) {
+	t.Helper()
+	entries, err := os.ReadDir(to)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		if err := os.RemoveAll(filepath.Join(to, e.Name())); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.CopyFS(to, os.DirFS(from)); err != nil {
+		t.Fatal(err)
+	}
 }

@@ -67,14 +67,15 @@ type loop struct {
 	untilAt time.Time // ends behind messages stored after this; zero: never
 	over    bool      // a message past the end was seen
 
-	pace      pacer
-	low       int // ask again when this few are outstanding
-	oversize  bool
-	line      place     // in the budget's line
-	notBefore time.Time // no pull before
-	early     int       // pulls in a row that the server ended early and empty
-	confirms  int       // confirming pulls in a row that brought nothing
-	doubt     int       // heartbeats that do not prove a scan position (replay original)
+	pace        pacer
+	low         int // ask again when this few are outstanding
+	oversize    bool
+	line        place     // in the budget's line
+	notBefore   time.Time // no pull before
+	early       int       // pulls in a row that the server ended early and empty
+	confirms    int       // confirming pulls in a row that brought nothing
+	nextConfirm time.Time
+	doubt       int // heartbeats that do not prove a scan position (replay original)
 
 	up         bool // the last event said CONNECTED
 	closed     bool
@@ -676,8 +677,13 @@ func (l *loop) due(now time.Time) time.Time {
 	if now.Before(l.notBefore) {
 		sooner(l.notBefore)
 	}
-	if t := l.confirmAt(); t.After(now) {
-		sooner(t)
+	if t := l.confirmAt(); !t.IsZero() {
+		if t.Before(l.nextConfirm) {
+			t = l.nextConfirm
+		}
+		if t.After(now) {
+			sooner(t)
+		}
 	}
 	if len(l.pos.unseen) > 0 {
 		sooner(l.inspected.Add(inspectEvery))
@@ -709,11 +715,11 @@ func (l *loop) confirmAt() time.Time {
 // After five in a row that brought nothing their life doubles.
 func (l *loop) confirm(now time.Time) directive {
 	at := l.confirmAt()
-	if at.IsZero() || now.Before(at) || now.Before(l.notBefore) || l.line.need > 0 || l.oversize {
+	if at.IsZero() || now.Before(at) || now.Before(l.nextConfirm) || now.Before(l.notBefore) || l.line.need > 0 || l.oversize {
 		return directive{kind: skip}
 	}
 	for i := range l.in.slots {
-		if l.in.slots[i].open && l.in.slots[i].confirm {
+		if l.in.slots[i].open && (l.in.slots[i].confirm || l.list.active) {
 			return directive{kind: skip}
 		}
 	}
@@ -722,7 +728,13 @@ func (l *loop) confirm(now time.Time) directive {
 		life <<= min(l.confirms-4, 12)
 	}
 	life = min(life, l.tuning.expires(true))
-	w := pullSpec{batch: max(1, l.pace.credit-l.in.owed), heartbeat: max(confirmHeartbeat, life/16), expires: life, confirm: true}
+	if l.in.free() < 0 || l.in.owed >= l.maxMessages {
+		// Every message that may be asked for is asked for, and not coming.
+		l.confirms++
+		l.nextConfirm = now.Add(life)
+		return l.locate()
+	}
+	w := pullSpec{batch: max(1, min(l.pace.credit, l.maxMessages)-l.in.owed), heartbeat: max(confirmHeartbeat, life/16), expires: life, confirm: true}
 	if l.list.active {
 		return l.askList(now, w)
 	}

@@ -279,6 +279,34 @@ func (l *loop) probe() directive {
 	return directive{kind: pullOver}
 }
 
+// locate asks where the consumer is when there is no room for a confirming
+// pull. The answer says what a heartbeat would (consumer.go:3594). If it says
+// that nothing is pending either, what our pulls wait for was removed, and the
+// scan position is only old: one of them makes room for a confirming pull,
+// which wakes the server up. Giving it up unasked would lose what a slow server
+// is about to send.
+func (l *loop) locate() directive {
+	var a consumerAnswer
+	err := l.call(l.api("CONSUMER.INFO."+l.gen.stream+"."+l.gen.consumer), nil, &a)
+	if err == nil {
+		err = a.answered()
+	}
+	if err != nil || a.ConsumerInfo == nil || l.in.waiting() > 0 || l.moved || !l.up {
+		return directive{kind: skip} // silence tells the rest
+	}
+	k, reason := l.pos.heard(a.Delivered.Consumer, a.Delivered.Stream)
+	if k == skip && a.NumPending == 0 && !l.pos.reached(l.target) {
+		l.pos.pending = 0
+		l.nextConfirm = time.Time{}
+		l.in.giveUp(l.in.oldest())
+		if err := l.in.connect(0); err != nil {
+			return directive{kind: restart, reason: err}
+		}
+		return directive{kind: pullOver}
+	}
+	return directive{kind: k, reason: reason}
+}
+
 func orNotFound(err error) error {
 	if err == nil {
 		return jetstream.ErrConsumerNotFound

@@ -130,6 +130,14 @@ func (in *inbox) free() int {
 	return -1
 }
 
+// oldest returns the slot whose pull was sent first.
+func (in *inbox) oldest() int {
+	if a, b := &in.slots[0], &in.slots[1]; b.open && (!a.open || b.serial < a.serial) {
+		return 1
+	}
+	return 0
+}
+
 func (in *inbox) slotOf(m *nats.Msg) *slot {
 	for i := range in.slots {
 		if s := &in.slots[i]; s.sub == m.Sub && s.sub != nil {
