@@ -292,7 +292,7 @@ func (l *loop) yielded(m *Msg) {
 // news.
 func (l *loop) healthy() {
 	l.progress = true
-	l.attempt = 0
+	l.attempt, l.list.broken = 0, 0
 	l.trouble = ""
 }
 
@@ -700,7 +700,7 @@ func (l *loop) confirmAt() time.Time {
 	case !l.caught && l.pos.pending == 0:
 		return l.quiet
 	case !l.caught && !l.recipe.replay:
-		return l.quiet.Add(l.pace.rtt() + confirmHeartbeat)
+		return l.quiet.Add(l.pace.rtt() + confirmPause)
 	case l.caught && !l.untilAt.IsZero():
 		if l.quiet.After(l.untilAt) {
 			return l.quiet

@@ -38,6 +38,7 @@ type listing struct {
 	certain bool   // only pulls that certainly fill
 	listed  uint64 // how many entries the list has
 	done    bool   // it was completed: from there on by sequence
+	broken  int    // lists in a row that had to be made anew without progress
 	beats   int    // heartbeats on main pulls since the last message
 }
 
@@ -87,6 +88,11 @@ func (g *listing) ended(s *slot, in *inbox, description string) (kind, error) {
 	r := &in.slots[rescue.slot()]
 	if s.role == first && r.open && r.role == rescue && r.got == 0 && r.serial < s.serial {
 		return skip, nil
+	}
+	// Where that happens again before a list got past the position, with byte
+	// bounds of a few messages, certain pulls make progress sure.
+	if g.broken++; g.broken > 1 {
+		g.certain = true
 	}
 	return restart, errUnfilled
 }

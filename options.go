@@ -154,6 +154,7 @@ const (
 	defaultHeartbeat      = 5 * time.Second
 	catchUpHeartbeat      = 250 * time.Millisecond
 	confirmHeartbeat      = 5 * time.Millisecond
+	confirmPause          = 3 * time.Millisecond // without a message, before the hint is doubted
 	confirmLife           = 10 * time.Millisecond
 	defaultInactive       = 5 * time.Minute
 	defaultNamePrefix     = "paced"

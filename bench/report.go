@@ -32,14 +32,16 @@ func digits(n int) func(float64) string {
 	return func(v float64) string { return fmt.Sprintf("%.*f", n, v) }
 }
 
-// row is one comparison, of medians.
+// row is one comparison. The values are medians over all runs. The ratio is
+// taken in each round, between runs that were neighbours in time, because a
+// shared machine drifts by more than the contestants differ.
 type row struct {
 	Case     string  `json:"case"`
 	Metric   string  `json:"metric"`
 	Paced    float64 `json:"paced"`
 	Peer     float64 `json:"peer"`
 	PeerName string  `json:"peer_name"`
-	Ratio    float64 `json:"ratio"` // paced / peer
+	Ratio    float64 `json:"ratio"` // paced / peer, the median over the rounds
 }
 
 // rows compares paced with every other contestant.
@@ -58,18 +60,28 @@ func (c *benchCase) rows(results map[string][]result) []row {
 			if its == 0 {
 				continue // not measured here
 			}
-			rows = append(rows, row{c.name, m.name, mine, its, p.name, mine / its})
+			var ratios []float64
+			for i := range results[p.name] {
+				ratios = append(ratios, m.of(&results[pacedName][i])/m.of(&results[p.name][i]))
+			}
+			ratio, _, _ := median(ratios)
+			rows = append(rows, row{c.name, m.name, mine, its, p.name, ratio})
 		}
 	}
 	return rows
 }
 
 // spread returns median, least and greatest.
-func spread(rs []result, of func(*result) float64) (median, least, greatest float64) {
+func spread(rs []result, of func(*result) float64) (mid, least, greatest float64) {
 	var v []float64
 	for i := range rs {
 		v = append(v, of(&rs[i]))
 	}
+	return median(v)
+}
+
+// median sorts v and returns its median, least and greatest.
+func median(v []float64) (mid, least, greatest float64) {
 	slices.Sort(v)
 	n := len(v)
 	return (v[(n-1)/2] + v[n/2]) / 2, v[0], v[n-1]
@@ -107,7 +119,7 @@ func (c *benchCase) print(w io.Writer, runs int, results map[string][]result, ro
 	}
 
 	fmt.Fprintln(w)
-	head = []string{"paced against"}
+	head = []string{"paced against, by round"}
 	for _, m := range columns {
 		head = append(head, m.name)
 	}
