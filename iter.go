@@ -471,12 +471,12 @@ func (l *loop) status(m *nats.Msg) directive {
 func (l *loop) ending(s *slot, description string, empty bool) {
 	now := time.Now()
 	switch {
-	case s.confirm:
-		l.confirms++
 	case l.list.active:
 	case empty && description == statusMessageSize:
 		// Not even one message fitted: the next one comes alone.
 		l.oversize = true
+	case s.confirm:
+		l.confirms++
 	case empty && now.Before(s.sent.Add(s.deadline.Sub(s.sent)/2)):
 		// Much too early. Once can be a leader change; a storm of them must
 		// not pull in a hot loop. Sub-second windows pace themselves.
