@@ -5,6 +5,7 @@ import (
 	"errors"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/nats-io/nats.go"
 )
@@ -84,3 +85,82 @@ func (e *refusedError) Error() string {
 }
 
 func (e *refusedError) Unwrap() error { return nats.ErrPermissionViolation }
+
+// event takes one event of the connection and whatever came with it.
+func (l *loop) event(last nats.Status) {
+	n := 1
+	for {
+		select {
+		case last = <-l.link.events:
+			n++
+			continue
+		default:
+		}
+		break
+	}
+	if last == nats.CONNECTED || last == nats.CLOSED || n >= cap(l.link.events) {
+		last = l.link.status()
+	}
+	l.look(last)
+}
+
+func (l *loop) events() {
+	select {
+	case s := <-l.link.events:
+		l.event(s)
+	default:
+	}
+}
+
+// look takes over a status of the connection. CONNECTED is queued in front of
+// the first frame of a new connection (nats.go:3310), so that looking before
+// each frame is a barrier between the two.
+func (l *loop) look(s nats.Status) {
+	l.up = s == nats.CONNECTED
+	l.closed = s == nats.CLOSED
+	if l.up {
+		if n := l.link.stats().Reconnects; n != l.reconnects {
+			l.reconnects = n
+			l.moved = true
+		}
+	}
+}
+
+// move acts on a connection that is another one now. nats.go subscribes the
+// same inboxes again and the server still serves the old pulls (a fast
+// reconnect finds them alive), so that asking again would ask twice: the
+// inboxes are dropped, and new ones are used at once. The consumer itself is
+// believed until something speaks against it.
+func (l *loop) move() error {
+	if l.closed {
+		return l.errorf(nats.ErrConnectionClosed)
+	}
+	l.moved = false
+	if l.gen == nil {
+		return nil
+	}
+	for i := range l.in.slots {
+		l.in.giveUp(i)
+	}
+	l.leaveLine()
+	if l.list.active {
+		return &rebuild{errUnfilled}
+	}
+	if l.pos.cseq == 0 && !l.exact {
+		return &rebuild{errReset}
+	}
+	if err := l.in.connect(0); err != nil {
+		return &rebuild{err}
+	}
+	if l.vet.open {
+		if err := l.askVet(); err != nil {
+			return &rebuild{err}
+		}
+	}
+	l.quiet, l.greeted = time.Time{}, false
+	l.notBefore = time.Time{}
+	if l.share.loops() > 32 {
+		l.notBefore = time.Now().Add(time.Duration(l.share.ordinal()) * time.Millisecond)
+	}
+	return nil
+}
