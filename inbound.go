@@ -77,6 +77,10 @@ func (l *loop) status(m *nats.Msg) directive {
 		l.vet.answer = m
 		return directive{kind: skip}
 	}
+	if l.beside.reply != "" && m.Subject == l.beside.reply {
+		l.beside.answer = m
+		return directive{kind: skip}
+	}
 	s := l.in.slotOf(m)
 	if s == nil || !s.open || s.token != m.Subject || len(m.Data) > 0 {
 		return directive{kind: skip} // of a pull that is over

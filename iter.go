@@ -57,6 +57,9 @@ type loop struct {
 	vet       vet
 	list      listing
 
+	born      uint64 // messages pending when the consumer was made
+	rounds    int    // times the end was read again
+	beside    beside
 	inspected time.Time // when the stream was last asked for what was not seen
 
 	target  uint64 // the stream's last sequence at the start: reaching it is being caught up
@@ -108,7 +111,10 @@ type recipe struct {
 	// vet compares the stream with the one the position belongs to.
 	vet func(*loop, *jetstream.StreamInfo) error
 	// gap tells of messages that were removed unseen.
-	gap     func(*loop, seqRange) error
+	gap func(*loop, seqRange) error
+	// wants passes a message over where it returns false; nil: all are wanted.
+	wants   func(*Msg) bool
+	rereads bool // read the end of the stream again before being caught up
 	finite  bool // ends when caught up
 	replay  bool // the server keeps the original pace: silence means nothing
 	inOrder bool // data and statuses come in the order they were sent (ack none)
@@ -239,6 +245,9 @@ func (l *loop) drain(yield func(Msg, error) bool) error {
 					return l.refusal(d)
 				}
 			}
+			if l.recipe.wants != nil && !l.recipe.wants(&d.msg) {
+				continue
+			}
 			if l.lis.Handled == nil {
 				if !yield(d.msg, nil) {
 					return nil
@@ -267,6 +276,9 @@ func (l *loop) refusal(d directive) error {
 // yielded takes note of the message that goes to the body next.
 func (l *loop) yielded(m *Msg) {
 	m.replay = m.seq <= l.target
+	if l.recipe.rereads {
+		m.replay = !l.caught
+	}
 	l.pos.yielded(m.seq)
 	size := m.m.Size()
 	l.taken += size
@@ -291,7 +303,7 @@ func (l *loop) healthy() {
 // past reports whether a message lies behind the end of a finite sequence.
 func (l *loop) past(m *Msg) bool {
 	return (l.until > 0 && m.seq > l.until) ||
-		(l.recipe.finite && m.seq > l.target) ||
+		(l.recipe.finite && !l.recipe.rereads && m.seq > l.target) ||
 		(!l.untilAt.IsZero() && m.stored > l.untilAt.UnixNano())
 }
 
@@ -310,8 +322,15 @@ func (l *loop) milestones() error {
 		}
 	}
 	if !l.caught && l.pos.reached(l.target) {
+		ok, err := l.settled()
+		if err != nil {
+			return l.orRebuild(err)
+		}
+		if !ok {
+			return nil
+		}
 		l.caught = true
-		l.list.active, l.list.done = false, true
+		l.list.active, l.list.done, l.list.boundary = false, true, l.target
 		l.confirms = 0
 		l.board.update(func(s *Stats) { s.CaughtUp = true })
 		if l.lis.CaughtUp != nil {
@@ -501,7 +520,7 @@ func (l *loop) clean() {
 // drop closes the generation that was lost.
 func (l *loop) drop() {
 	l.in.close()
-	l.vet = vet{}
+	l.vet, l.beside = vet{}, beside{}
 	l.leaveLine()
 	l.post()
 	if l.name != "" {

@@ -139,9 +139,6 @@ func (l *loop) move() error {
 	if l.gen == nil {
 		return nil
 	}
-	for i := range l.in.slots {
-		l.in.giveUp(i)
-	}
 	l.leaveLine()
 	if l.list.active {
 		return &rebuild{errUnfilled}
@@ -149,11 +146,8 @@ func (l *loop) move() error {
 	if l.pos.cseq == 0 && !l.exact {
 		return &rebuild{errReset}
 	}
-	if err := l.in.connect(0); err != nil {
-		return &rebuild{err}
-	}
-	if l.vet.open {
-		if err := l.askVet(); err != nil {
+	for i := range l.in.slots {
+		if err := l.giveUp(i); err != nil {
 			return &rebuild{err}
 		}
 	}

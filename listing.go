@@ -33,13 +33,14 @@ import (
 // short ones, and two in a row without a message make a new list, which has no
 // holes.
 type listing struct {
-	active  bool   // entries of the list are still to come
-	group   bool   // the consumer knows priorities: pulls must name the group
-	certain bool   // only pulls that certainly fill
-	listed  uint64 // how many entries the list has
-	done    bool   // it was completed: from there on by sequence
-	broken  int    // lists in a row that had to be made anew without progress
-	beats   int    // heartbeats on main pulls since the last message
+	active   bool   // entries of the list are still to come
+	group    bool   // the consumer knows priorities: pulls must name the group
+	certain  bool   // only pulls that certainly fill
+	listed   uint64 // how many entries the list has
+	done     bool   // it was completed: from there on by sequence
+	boundary uint64 // everything wanted up to here was received when it was
+	broken   int    // lists in a row that had to be made anew without progress
+	beats    int    // heartbeats on main pulls since the last message
 }
 
 const (

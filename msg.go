@@ -42,6 +42,8 @@ type generation struct {
 	consumer string
 	created  time.Time // of the stream
 	number   int
+	bucket   string // KV only
+	prefix   int    // KV only: the part of a subject in front of the key
 }
 
 // Data returns the payload.

@@ -121,6 +121,8 @@ func (c *OrderedConsumer) sequence(ctx context.Context, finite bool) iter.Seq2[M
 // with.
 type reader struct {
 	cfg        *OrderedConfig
+	kv         *bucketReader // nil: no bucket
+	filters    []string      // subjects wanted, once the stream is known
 	finite     bool
 	board      *board
 	where      *bookmark
@@ -169,8 +171,12 @@ func (r *reader) prepare(l *loop) {
 		vet:     r.same,
 		gap:     r.gap,
 		inOrder: true,
+		rereads: r.kv != nil && c.DeliverPolicy != jetstream.DeliverNewPolicy,
 		finite:  r.finite || c.UntilCaughtUp || (c.UntilTime != nil && c.UntilTime.Before(time.Now())),
 		replay:  c.ReplayPolicy == jetstream.ReplayOriginalPolicy,
+	}
+	if r.kv != nil {
+		l.recipe.wants = r.kv.wants
 	}
 	if r.where != nil {
 		w := r.where
@@ -179,7 +185,7 @@ func (r *reader) prepare(l *loop) {
 			if l.serial > 0 {
 				*w = bookmark{set: true, at: l.pos.at, created: r.created}
 				if c.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy && l.list.done {
-					w.listed, w.at = true, max(w.at, l.target)
+					w.listed, w.at = true, max(w.at, l.list.boundary)
 				}
 			}
 		}
@@ -196,7 +202,7 @@ func (r *reader) create(l *loop) error {
 	if l.serial == 0 || lists {
 		info, err := l.streamInfo(l.api("STREAM.INFO." + c.Stream))
 		if err != nil {
-			return err
+			return r.kv.missing(err)
 		}
 		if err := r.meet(l, info); err != nil {
 			return err
@@ -207,7 +213,7 @@ func (r *reader) create(l *loop) error {
 	if err != nil {
 		return err
 	}
-	known := l.serial > 0 || r.resumes() || c.After != (Position{})
+	known := l.serial > 0 || r.resumes() || c.After != (Position{}) || (r.kv != nil && c.OptStartSeq > 0)
 	l.serial++
 	l.exact = exact
 	l.limits = pullLimits{
@@ -216,6 +222,10 @@ func (r *reader) create(l *loop) error {
 		expires: info.Config.MaxRequestExpires,
 	}
 	l.gen = &generation{stream: c.Stream, consumer: cc.Name, created: r.created, number: l.serial}
+	if r.kv != nil {
+		l.gen.bucket, l.gen.prefix = r.kv.bucket, len(r.kv.prefix)
+	}
+	l.born = info.NumPending
 	l.ack = ""
 	l.pullTo = l.api("CONSUMER.MSG.NEXT." + c.Stream + "." + cc.Name)
 	if cc.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy {
@@ -285,7 +295,12 @@ func (r *reader) meet(l *loop, info *jetstream.StreamInfo) error {
 	}
 	r.created = info.Created
 	r.perSubject = info.Config.MaxMsgsPerSubject
-	l.pos.whole = len(r.cfg.FilterSubjects) == 0 && r.cfg.DeliverPolicy != jetstream.DeliverLastPerSubjectPolicy
+	r.filters = r.cfg.FilterSubjects
+	if r.kv != nil {
+		r.kv.meet(info)
+		r.filters = r.kv.filters()
+	}
+	l.pos.whole = len(r.filters) == 0 && r.cfg.DeliverPolicy != jetstream.DeliverLastPerSubjectPolicy
 	l.target = info.State.LastSeq
 	l.maxMessage = l.link.maxPayload()
 	if n := int(info.Config.MaxMsgSize); n > 0 {
@@ -317,17 +332,17 @@ func (r *reader) consumerConfig(l *loop, lists bool) (cc jetstream.ConsumerConfi
 		Replicas:          1,
 		MemoryStorage:     true,
 	}
-	switch len(c.FilterSubjects) {
+	switch len(r.filters) {
 	case 0:
 	case 1:
-		cc.FilterSubject = c.FilterSubjects[0]
+		cc.FilterSubject = r.filters[0]
 	default:
-		cc.FilterSubjects = c.FilterSubjects
+		cc.FilterSubjects = r.filters
 	}
 	policy := c.DeliverPolicy
 	switch {
 	case lists:
-		if len(c.FilterSubjects) == 0 {
+		if len(r.filters) == 0 {
 			cc.FilterSubject = ">" // the server wants one (consumer.go:735)
 		}
 	case l.serial > 0 || r.resumes() || c.After != (Position{}) || policy == jetstream.DeliverNewPolicy:
@@ -340,7 +355,7 @@ func (r *reader) consumerConfig(l *loop, lists bool) (cc jetstream.ConsumerConfi
 		if c.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy {
 			// The list reached up to the boundary. In front of that there are
 			// only messages that it left out, as superseded.
-			cc.OptStartSeq = max(l.pos.at, l.target) + 1
+			cc.OptStartSeq = max(l.pos.at, l.list.boundary) + 1
 		}
 		return cc, true
 	case jetstream.DeliverByStartTimePolicy:
@@ -351,6 +366,9 @@ func (r *reader) consumerConfig(l *loop, lists bool) (cc jetstream.ConsumerConfi
 
 // gap tells of messages that were removed before they were read.
 func (r *reader) gap(l *loop, gone seqRange) error {
+	if r.kv != nil && (!r.kv.revisions || !r.kv.mayLose) {
+		return nil // superseded revisions are no gap
+	}
 	certain := l.pos.whole && r.perSubject <= 0
 	if certain && r.cfg.OnGap == GapFail {
 		// The next range of a handle goes on behind the gap.
@@ -374,10 +392,7 @@ func (l *loop) inspect(now bool) error {
 	}
 	info, err := l.streamInfo(l.api("STREAM.INFO." + l.stream))
 	if err != nil {
-		if l.ctx.Err() != nil {
-			return newDoneError(l.ctx, l.where)
-		}
-		return &rebuild{err}
+		return l.orRebuild(err)
 	}
 	l.inspected = time.Now()
 	for _, gone := range l.pos.gaps(info.State.FirstSeq) {

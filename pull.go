@@ -51,7 +51,9 @@ func (l *loop) overdue(now time.Time) directive {
 			return directive{kind: pullOver}
 		case s.ended:
 			// What it owed was lost; the consumer sequence will show it.
-			l.in.giveUp(i)
+			if err := l.giveUp(i); err != nil {
+				return directive{kind: restart, reason: err}
+			}
 			return directive{kind: pullOver}
 		default:
 			if s.confirm {
@@ -150,6 +152,7 @@ func (l *loop) confirm(now time.Time) directive {
 			return directive{kind: skip}
 		}
 	}
+	l.askBeside()
 	life := max(confirmLife, l.pace.rtt()+confirmLife)
 	if l.confirms > 4 {
 		life <<= min(l.confirms-4, 12)
@@ -286,7 +289,7 @@ func (l *loop) room(batch, statuses int) (int, bool) {
 	if fit >= batch {
 		return batch, true
 	}
-	if l.in.owed > 0 || l.vet.reply != "" || l.in.waiting() > 0 {
+	if l.in.owed > 0 || l.vet.reply != "" || l.beside.reply != "" || l.in.waiting() > 0 {
 		// Growing waits until nothing is owed. If it is worth it, nothing more
 		// is asked for until then: a few pauses of one round trip in a loop's
 		// life.

@@ -269,12 +269,11 @@ func (l *loop) probe() directive {
 	if l.pos.cseq == 0 && !l.exact {
 		return directive{kind: restart, reason: errReset}
 	}
-	for i := range l.in.slots {
-		l.in.giveUp(i)
-	}
 	l.failed(errSilent)
-	if err := l.in.connect(0); err != nil {
-		return directive{kind: restart, reason: err}
+	for i := range l.in.slots {
+		if err := l.giveUp(i); err != nil {
+			return directive{kind: restart, reason: err}
+		}
 	}
 	return directive{kind: pullOver}
 }
@@ -298,13 +297,39 @@ func (l *loop) locate() directive {
 	if k == skip && a.NumPending == 0 && !l.pos.reached(l.target) {
 		l.pos.pending = 0
 		l.nextConfirm = time.Time{}
-		l.in.giveUp(l.in.oldest())
-		if err := l.in.connect(0); err != nil {
+		if err := l.giveUp(l.in.oldest()); err != nil {
 			return directive{kind: restart, reason: err}
 		}
 		return directive{kind: pullOver}
 	}
 	return directive{kind: k, reason: reason}
+}
+
+// giveUp drops a slot's inbox and with it the pull whose state is unknown.
+// Requests are answered through the first slot, so that what is out is asked
+// for again.
+func (l *loop) giveUp(i int) error {
+	l.in.giveUp(i)
+	if i > 0 {
+		return nil
+	}
+	l.beside = beside{}
+	if err := l.in.connect(0); err != nil {
+		return err
+	}
+	if l.vet.open && l.vet.answer == nil {
+		return l.askVet()
+	}
+	return nil
+}
+
+// orRebuild sorts an error of a request made in the middle of reading: the end
+// of the context ends the sequence, anything else a new generation deals with.
+func (l *loop) orRebuild(err error) error {
+	if l.ctx.Err() != nil {
+		return newDoneError(l.ctx, l.where)
+	}
+	return &rebuild{err}
 }
 
 func orNotFound(err error) error {

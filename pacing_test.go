@@ -1,0 +1,265 @@
+package paced
+
+import (
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+)
+
+const plenty = 1 << 30 // messages pending on the server
+
+// work lets a body that takes per for each message handle n of them, asking
+// whenever half of the credit is used up, as the loop does.
+func (p *pacer) work(n int, pending uint64, size int, per func(i int) time.Duration) {
+	for i := 0; i < n; {
+		credit := p.adjust(pending)
+		stretch := min(max(1, credit-credit/2), n-i)
+		spent := time.Duration(0)
+		for range stretch {
+			spent += per(i)
+			i++
+		}
+		p.saw(size)
+		p.handled(stretch, spent, stretch*size)
+	}
+	p.adjust(pending)
+}
+
+func always(d time.Duration) func(int) time.Duration { return func(int) time.Duration { return d } }
+
+// The credit is the look-ahead over the body's time, between 1 and MaxMessages.
+func TestCreditFollowsTheBody(t *testing.T) {
+	for _, tc := range []struct {
+		body, rtt, lookAhead time.Duration
+		limit, want          int
+	}{
+		{body: time.Microsecond, limit: 5000, want: 5000},
+		{body: 4 * time.Microsecond, limit: 5000, want: 5000},
+		{body: 8 * time.Microsecond, limit: 5000, want: 2500},
+		{body: time.Millisecond, limit: 5000, want: 20},
+		{body: 5 * time.Millisecond, limit: 5000, want: 4},
+		{body: 20 * time.Millisecond, limit: 5000, want: 1},
+		{body: time.Second, limit: 5000, want: 1},
+		{body: time.Hour, limit: 5000, want: 1},
+		// Two round trips more: the body does not wait for the network.
+		{body: 5 * time.Millisecond, rtt: 50 * time.Millisecond, limit: 5000, want: 24},
+		{body: 4 * time.Microsecond, rtt: 50 * time.Millisecond, limit: 5000, want: 5000},
+		{body: time.Second, rtt: 50 * time.Millisecond, limit: 5000, want: 1},
+		{body: time.Second, rtt: time.Second, limit: 5000, want: 2},
+		// As the user says.
+		{body: 5 * time.Millisecond, rtt: 50 * time.Millisecond, lookAhead: time.Second, limit: 5000, want: 200},
+		{body: 5 * time.Millisecond, lookAhead: time.Nanosecond, limit: 5000, want: 1},
+		// MaxMessages.
+		{body: 4 * time.Microsecond, limit: 1, want: 1},
+		{body: 4 * time.Microsecond, limit: 10, want: 10},
+		{body: 0, limit: 5000, want: 5000},
+	} {
+		p := newPacer(tc.limit, startCredit, tc.lookAhead)
+		p.roundTrip(tc.rtt)
+		p.work(20_000, plenty, 128, always(tc.body))
+		if p.credit != tc.want {
+			t.Errorf("body %v, rtt %v, look-ahead %v, limit %d: credit %d, want %d", tc.body, tc.rtt, tc.lookAhead, tc.limit, p.credit, tc.want)
+		}
+	}
+}
+
+// A step in the body's time is followed within a few pulls, down faster than up.
+func TestCreditStepResponse(t *testing.T) {
+	const quick, slow = 4 * time.Microsecond, 5 * time.Millisecond
+	p := newPacer(5000, startCredit, 0)
+	p.work(50_000, plenty, 128, always(quick))
+	if p.credit < 4900 {
+		t.Fatalf("quick: credit %d", p.credit)
+	}
+	// One stretch, which is what was outstanding anyway, halves the way.
+	p.work(1, plenty, 128, always(slow))
+	if p.credit > 40 {
+		t.Errorf("one slow message: credit %d, want at most 40", p.credit)
+	}
+	p.work(50, plenty, 128, always(slow))
+	if p.credit < 4 || p.credit > 5 {
+		t.Errorf("fifty slow messages: credit %d, want 4", p.credit)
+	}
+	p.work(100, plenty, 128, always(quick))
+	if p.credit < 100 {
+		t.Errorf("a hundred quick messages: credit %d, want at least 100", p.credit)
+	}
+	p.work(20_000, plenty, 128, always(quick))
+	if p.credit < 4900 {
+		t.Errorf("quick again: credit %d", p.credit)
+	}
+}
+
+// It starts small, and doubles with each pull while more is pending than that.
+func TestCreditStartsSmallAndDoubles(t *testing.T) {
+	p := newPacer(5000, startCredit, 0)
+	if p.credit != 64 {
+		t.Errorf("starts with %d", p.credit)
+	}
+	var got []int
+	for range 9 {
+		got = append(got, p.adjust(plenty))
+		p.handled(10, 40*time.Microsecond, 1280)
+	}
+	if want := []int{64, 128, 256, 512, 1024, 2048, 4096, 5000, 5000}; !slices.Equal(got, want) {
+		t.Errorf("credits %v, want %v", got, want)
+	}
+
+	// A quiet stream: room for thousands is not needed, however quick the body.
+	p = newPacer(5000, startCredit, 0)
+	for _, pending := range []uint64{0, 1, 64} {
+		for range 1000 {
+			if p.handled(1, time.Microsecond, 128); p.adjust(pending) != 64 {
+				t.Fatalf("%d pending: credit %d, want 64", pending, p.credit)
+			}
+		}
+	}
+	if p.adjust(65) != 128 {
+		t.Errorf("65 pending: credit %d, want 128", p.credit)
+	}
+	// And it does not shrink only because less is pending.
+	if p.adjust(0) != 128 {
+		t.Errorf("nothing pending: credit %d, want 128", p.credit)
+	}
+}
+
+// Bodies of two kinds: the credit stays around what their mean asks for, and
+// within the bounds at every single pull.
+func TestCreditWithBimodalBodies(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 2))
+	one := func(in int, d time.Duration) func(int) time.Duration {
+		return func(int) time.Duration {
+			if r.IntN(in) == 0 {
+				return d
+			}
+			return 4 * time.Microsecond
+		}
+	}
+	for _, tc := range []struct {
+		name string
+		body func(int) time.Duration
+		mean time.Duration
+	}{
+		{"one in a hundred takes 5 ms", one(100, 5*time.Millisecond), 54 * time.Microsecond},
+		{"one in ten takes 5 ms", one(10, 5*time.Millisecond), 504 * time.Microsecond},
+		{"every other takes 5 ms", one(2, 5*time.Millisecond), 2502 * time.Microsecond},
+	} {
+		p := newPacer(5000, startCredit, 0)
+		sum, n := 0, 0
+		for range 2000 {
+			p.work(max(1, p.credit-p.credit/2), plenty, 128, tc.body) // one pull
+			if p.credit < 1 || p.credit > 5000 {
+				t.Fatalf("%s: credit %d", tc.name, p.credit)
+			}
+			sum += p.credit
+			n++
+		}
+		ideal := int(defaultLookAhead / tc.mean)
+		if mean := sum / n; mean < ideal/2 || mean > ideal*2 {
+			t.Errorf("%s: credit %d on average, the mean body asks for %d", tc.name, mean, ideal)
+		}
+	}
+}
+
+// One message a minute: what counts is the body, not the pause.
+func TestCreditOneMessageAMinute(t *testing.T) {
+	p := newPacer(5000, startCredit, 0)
+	for range 100 {
+		p.adjust(0)
+		p.handled(1, 2*time.Millisecond, 128) // the loop does not count the minute
+	}
+	if p.credit != 10 {
+		t.Errorf("credit %d, want 10", p.credit)
+	}
+}
+
+// A body that blocks for an hour once is forgotten within some dozens of quick
+// messages, whether it was alone in its stretch or among thousands.
+func TestCreditForgetsOneBlockedBody(t *testing.T) {
+	for _, stretch := range []int{1, 10, 2500} {
+		p := newPacer(5000, startCredit, 0)
+		p.work(50_000, plenty, 128, always(4*time.Microsecond))
+		p.handled(stretch, time.Hour, 128*stretch)
+		if p.adjust(plenty) > 10 {
+			t.Errorf("stretch of %d: credit %d after the hour", stretch, p.credit)
+		}
+		p.work(72, plenty, 128, always(4*time.Microsecond))
+		if p.credit < 50 {
+			t.Errorf("stretch of %d: credit %d after 72 quick messages, want at least 50", stretch, p.credit)
+		}
+		p.work(10_000, plenty, 128, always(4*time.Microsecond))
+		if p.credit < 4000 {
+			t.Errorf("stretch of %d: credit %d after 10,000 quick messages", stretch, p.credit)
+		}
+	}
+}
+
+// The least of the last eight round trips counts: others include our own queue.
+func TestRoundTrip(t *testing.T) {
+	p := newPacer(5000, startCredit, 0)
+	if p.rtt() != 0 || p.lookAhead() != defaultLookAhead {
+		t.Errorf("not measured: %v, look-ahead %v", p.rtt(), p.lookAhead())
+	}
+	p.roundTrip(50 * time.Millisecond)
+	for range 7 {
+		p.roundTrip(3 * time.Second)
+		if p.rtt() != 50*time.Millisecond || p.lookAhead() != 120*time.Millisecond {
+			t.Fatalf("%v, look-ahead %v", p.rtt(), p.lookAhead())
+		}
+	}
+	p.roundTrip(2 * time.Second) // the eighth: the link has become slow
+	if p.rtt() != 2*time.Second {
+		t.Errorf("a slow link is not believed: %v", p.rtt())
+	}
+	p.roundTrip(0) // a clock too coarse is still a measurement
+	if p.rtt() != 1 {
+		t.Errorf("%v", p.rtt())
+	}
+}
+
+// The bytes asked for follow the sizes seen, with room for one large message as
+// long as those are recent.
+func TestBytesFollowTheSizes(t *testing.T) {
+	p := newPacer(5000, startCredit, 0)
+	if got, want := p.bytesFor(64), 64*1536+1024; got != want {
+		t.Errorf("nothing seen: %d bytes for 64 messages, want %d", got, want)
+	}
+	p.work(1000, plenty, 100, always(time.Millisecond))
+	if got, want := p.bytesFor(10), 10*150+100; got != want {
+		t.Errorf("%d bytes for 10 messages of 100, want %d", got, want)
+	}
+	p.saw(50_000)
+	if got, want := p.bytesFor(10), 10*150+50_000; got != want {
+		t.Errorf("with a large one among them: %d, want %d", got, want)
+	}
+	p.adjust(plenty)
+	if p.large < 40_000 {
+		t.Errorf("forgotten after one pull: %d", p.large)
+	}
+	for range 200 {
+		p.saw(100)
+		p.adjust(plenty)
+	}
+	if p.large > 200 {
+		t.Errorf("still counts after 200 pulls: %d", p.large)
+	}
+
+	// Large messages with a slow body: the mean follows within a few pulls.
+	p.work(60, plenty, 64<<10, always(time.Millisecond))
+	if m := p.meanSize(); m < 60_000 || m > 64<<10 {
+		t.Errorf("mean %d after 60 messages of 64 KiB", m)
+	}
+	if got := p.bytesFor(1); got < 64<<10 {
+		t.Errorf("%d bytes for one of 64 KiB", got)
+	}
+}
+
+// Stretches without a message change nothing.
+func TestPacerIgnoresEmptyStretches(t *testing.T) {
+	p := newPacer(5000, startCredit, 0)
+	p.handled(0, time.Hour, 0)
+	if p.body.known || p.size.known {
+		t.Error("a stretch without messages was counted")
+	}
+}
