@@ -252,11 +252,12 @@ func TestWatchCatchesUp(t *testing.T) {
 		{"only markers, ignored", WatchConfig{IgnoreDeletes: true}, func(r *kvRig) { r.put("a", ""); _ = r.kv.Delete(r.Context(), "a") }, 0},
 		{"no match", WatchConfig{Keys: []string{"x"}}, func(r *kvRig) { r.put("a", ""); r.put("b", "") }, 0},
 		{"match below the end", WatchConfig{Keys: []string{"a"}}, func(r *kvRig) { r.put("a", ""); r.put("b", "") }, 1},
-		{"tail expired", WatchConfig{}, func(r *kvRig) {
+		{"tail deleted", WatchConfig{}, func(r *kvRig) {
 			r.put("a", "")
-			_, _ = r.kv.Create(r.Context(), "b", nil, jetstream.KeyTTL(time.Second))
-			time.Sleep(5 * time.Second)
-		}, 2},
+			r.put("b", "")
+			s, _ := r.js.Stream(r.Context(), "KV_B")
+			_ = s.Purge(r.Context(), jetstream.WithPurgeSubject("$KV.B.b"))
+		}, 1},
 		{"purged", WatchConfig{}, func(r *kvRig) {
 			r.put("a", "")
 			s, _ := r.js.Stream(r.Context(), "KV_B")
@@ -266,7 +267,7 @@ func TestWatchCatchesUp(t *testing.T) {
 		for _, history := range []uint8{1, 64} {
 			t.Run(fmt.Sprint(tc.name, " ", history), func(t *testing.T) {
 				testserver.InBubble(t, func(t *testing.T) {
-					r := newKVRig(t, "", jetstream.KeyValueConfig{History: history, LimitMarkerTTL: time.Hour})
+					r := newKVRig(t, "", jetstream.KeyValueConfig{History: history})
 					tc.fill(r)
 					cfg := tc.cfg
 					cfg.Bucket = "B"
@@ -343,27 +344,52 @@ func TestUpdatesOnlyKeepsItsBoundary(t *testing.T) {
 	}
 }
 
+// A key that expires is told by the server's own marker. In real time: the
+// server's expiry does not run on the clock of a bubble.
 func TestMarkers(t *testing.T) {
-	testserver.InBubble(t, func(t *testing.T) {
-		r := newKVRig(t, "", jetstream.KeyValueConfig{History: 5, LimitMarkerTTL: time.Hour})
-		if _, err := r.kv.Create(t.Context(), "ttl", []byte("v"), jetstream.KeyTTL(time.Second)); err != nil {
+	for _, history := range []uint8{1, 5} {
+		srv := testserver.New(t, testserver.Options{Listen: true})
+		nc := srv.Connect(t)
+		js, _ := jetstream.New(nc)
+		r := &rig{T: t, srv: srv, nc: nc, js: js}
+		kr := &kvRig{rig: r, kv: r.bucket(jetstream.KeyValueConfig{History: history, LimitMarkerTTL: time.Second})}
+		kr.put("a", "1")
+		if _, err := kr.kv.Create(t.Context(), "ttl", []byte("v"), jetstream.KeyTTL(time.Second)); err != nil {
 			t.Fatal(err)
 		}
-		time.AfterFunc(time.Minute, func() { r.put("end", "") })
 		var got []string
-		for e, err := range Watch(t.Context(), r.js, WatchConfig{Bucket: "B", IncludeHistory: true}) {
+		for e, err := range Watch(t.Context(), js, WatchConfig{Bucket: "B"}) {
 			if err != nil {
 				t.Fatal(err)
 			}
 			got = append(got, entryText(e))
-			if e.Key() == "end" {
+			if len(got) == 3 {
 				break
 			}
 		}
-		if fmt.Sprint(got) != "[ttl@1=v ttl@2 KeyValuePurgeOp end@3=]" {
+		if fmt.Sprint(got) != "[a@1=1 ttl@2=v ttl@3 KeyValuePurgeOp]" {
 			t.Errorf("got %v", got)
 		}
-	})
+		// The marker expires as well: a tail that is gone. Nothing is left to
+		// wait for.
+		s, err := js.Stream(t.Context(), "KV_B")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for info := s.CachedInfo(); info.State.Msgs > 1; time.Sleep(20 * time.Millisecond) {
+			if info, err = s.Info(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		start := time.Now()
+		if got := lines(t, Watch(t.Context(), js, WatchConfig{Bucket: "B", UntilCaughtUp: true})); got != "a@1=1" {
+			t.Errorf("got %s", got)
+		}
+		t.Logf("history %d: caught up behind an expired tail after %v", history, time.Since(start))
+	}
+}
+
+func TestOperation(t *testing.T) {
 	for _, tc := range []struct {
 		header nats.Header
 		want   jetstream.KeyValueOp
@@ -544,7 +570,7 @@ func watchRound(t *testing.T, seed uint64) {
 	dir := t.TempDir()
 	testserver.InBubble(t, func(t *testing.T) {
 		history := []uint8{1, 5, 64}[rnd.IntN(3)]
-		r := newKVRig(t, dir, jetstream.KeyValueConfig{History: history, Storage: jetstream.StorageType(rnd.IntN(2)), LimitMarkerTTL: time.Hour})
+		r := newKVRig(t, dir, jetstream.KeyValueConfig{History: history, Storage: jetstream.StorageType(rnd.IntN(2))})
 		keys := 20 + rnd.IntN(150)
 		key := func() string { return fmt.Sprintf("k%d", rnd.IntN(keys)) }
 		value := func() string { return strings.Repeat("v", rnd.IntN(300)) }
@@ -575,9 +601,13 @@ func watchRound(t *testing.T, seed uint64) {
 			func() { k := key(); writes[k]++; r.put(k, value()) },
 			func() { k := key(); delete(present, k); _ = r.kv.Delete(context.Background(), k) },
 			func() { k := key(); delete(present, k); _ = r.kv.Purge(context.Background(), k) },
-			func() {
-				k := fmt.Sprintf("t%d", rnd.IntN(20))
-				_, _ = r.kv.Create(context.Background(), k, nil, jetstream.KeyTTL(time.Second))
+			func() { // as an expiry does it
+				k := key()
+				delete(present, k)
+				m := nats.NewMsg("$KV.B." + k)
+				m.Header.Set("Nats-Rollup", "sub")
+				m.Header.Set("Nats-Marker-Reason", "MaxAge")
+				_, _ = r.js.PublishMsg(context.Background(), m)
 			},
 			func() { r.loseConsumers() },
 			func() { n := r.nc.Stats().Reconnects; r.srv.Disconnect(); waitConnected(r.nc, n+1) },
