@@ -59,11 +59,19 @@
 // [Listener].CaughtUp says when it was over. UntilSeq and UntilTime end it
 // elsewhere.
 //
+// # KV buckets
+//
+// [Watch], [Keys], [History] and the handle [NewWatcher] read KV buckets with the
+// same loop and the same contract. A list of last values is exact on streams of
+// any history, through every rebuild.
+//
 // # Limits
 //
-// The stream must keep its messages by limits. Messages that the stream itself
-// has dropped, by age, size or a purge, are not reported yet, and the last
-// message per subject is not offered yet: that deliver policy is refused.
+// The stream must keep its messages by limits. What retention removed before it
+// was read is a [*GapError], or an event with GapContinue. Behind a filter, or on
+// a stream with a limit per subject, nobody can tell whether a removed message
+// was wanted: [Listener].Gap then tells of a possible gap. Messages deleted one
+// by one cannot be seen.
 //
 // # Testing
 //

@@ -7,6 +7,7 @@ import (
 	"iter"
 	"log"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -370,4 +371,156 @@ func ExampleListener() {
 	// making a new one, attempt 1
 	// consumer number 2
 	// order 4
+}
+
+// Keep the position in the transaction that holds the effect: whatever fails,
+// an order counts exactly once. Here the database is a struct in memory.
+func ExampleOrderedConfig_after() {
+	js, stop := orders(6)
+	defer stop()
+	ctx := context.Background()
+
+	var db struct {
+		total    int
+		position paced.Position
+	}
+	process := func(until int) error {
+		for msg, err := range paced.Ordered(ctx, js, paced.OrderedConfig{
+			Stream:        "ORDERS",
+			After:         db.position, // zero the first time
+			UntilCaughtUp: true,
+		}) {
+			if err != nil {
+				return err
+			}
+			// One transaction in a real database.
+			db.total += len(msg.Data())
+			db.position = msg.Position()
+			if db.position.Sequence == uint64(until) {
+				return errors.New("the process dies here")
+			}
+		}
+		return nil
+	}
+	fmt.Println(process(4))
+	fmt.Println(process(0))
+	fmt.Println(db.total, "bytes of orders up to", db.position.Sequence)
+	// Output:
+	// the process dies here
+	// <nil>
+	// 42 bytes of orders up to 6
+}
+
+// The last message of every subject, then every update.
+func ExampleOrdered_lastPerSubject() {
+	js, stop := orders(5)
+	defer stop()
+
+	for msg, err := range paced.Ordered(context.Background(), js, paced.OrderedConfig{
+		Stream:        "ORDERS",
+		DeliverPolicy: jetstream.DeliverLastPerSubjectPolicy,
+		UntilCaughtUp: true,
+	}) {
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		fmt.Printf("%s: %s\n", msg.Subject(), msg.Data())
+	}
+	// Output:
+	// orders.us: order 4
+	// orders.eu: order 5
+}
+
+// prices starts a server with a bucket.
+func prices(js jetstream.JetStream) jetstream.KeyValue {
+	kv, err := js.CreateKeyValue(context.Background(), jetstream.KeyValueConfig{Bucket: "PRICES", History: 5})
+	if err != nil {
+		log.Fatal(err)
+	}
+	for _, p := range []string{"apple=1", "pear=2", "apple=3", "plum=4"} {
+		key, value, _ := strings.Cut(p, "=")
+		if _, err := kv.PutString(context.Background(), key, value); err != nil {
+			log.Fatal(err)
+		}
+	}
+	if err := kv.Delete(context.Background(), "plum"); err != nil {
+		log.Fatal(err)
+	}
+	return kv
+}
+
+// Warm a cache, say ready, follow: two plain loops.
+func ExampleWatcher() {
+	js, stop := orders(0)
+	defer stop()
+	kv := prices(js)
+	ctx := context.Background()
+
+	w, err := paced.NewWatcher(js, paced.WatchConfig{Bucket: "PRICES", IgnoreDeletes: true})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	cache := map[string]string{}
+	for e, err := range w.Snapshot(ctx) {
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		cache[e.Key()] = string(e.Value())
+	}
+	fmt.Println("ready:", cache)
+
+	_, _ = kv.PutString(ctx, "pear", "7")
+	for e, err := range w.Updates(ctx) {
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		cache[e.Key()] = string(e.Value())
+		break
+	}
+	fmt.Println("then: ", cache)
+	// Output:
+	// ready: map[apple:3 pear:2]
+	// then:  map[apple:3 pear:7]
+}
+
+// The keys of a bucket: all of them, or an error.
+func ExampleKeys() {
+	js, stop := orders(0)
+	defer stop()
+	prices(js)
+
+	for key, err := range paced.Keys(context.Background(), js, "PRICES") {
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		fmt.Println(key)
+	}
+	// Output:
+	// pear
+	// apple
+}
+
+// Every revision that is kept, markers too.
+func ExampleHistory() {
+	js, stop := orders(0)
+	defer stop()
+	prices(js)
+
+	for e, err := range paced.History(context.Background(), js, "PRICES", "apple", "plum") {
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		fmt.Println(e.Revision(), e.Key(), e.Operation(), string(e.Value()))
+	}
+	// Output:
+	// 1 apple KeyValuePutOp 1
+	// 3 apple KeyValuePutOp 3
+	// 4 plum KeyValuePutOp 4
+	// 5 plum KeyValueDeleteOp
 }
