@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -198,7 +199,7 @@ func TestNoGap(t *testing.T) {
 						}
 						deleteConsumers(r)
 						time.Sleep(time.Minute)
-						r.publish("s.a", 1)
+						_ = r.nc.Publish("s.a", nil) // the reader stops with it
 					}()
 				}
 			}},
@@ -394,10 +395,10 @@ func TestPermissionsAtRuntime(t *testing.T) {
 				ajs, _ := jetstream.New(admin)
 				r := &rig{T: t, srv: srv, nc: admin, js: ajs}
 				r.stream(jetstream.StreamConfig{})
-				refused := 0
+				var refused atomic.Int64
 				nc := srv.Connect(t, nats.UserInfo("u", "x"), nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) {
 					if errors.Is(err, nats.ErrPermissionViolation) {
-						refused++
+						refused.Add(1)
 					}
 				}))
 				js, _ := jetstream.New(nc)
@@ -422,8 +423,8 @@ func TestPermissionsAtRuntime(t *testing.T) {
 				wantSequences(t, got.seqs, sequences(1, 4))
 				time.Sleep(time.Second)
 				// The first is the loop's own report of why it rebuilds.
-				if want := 1 + boolInt(deny == "$JS.API.CONSUMER.INFO.>"); refused != want {
-					t.Errorf("%d refusals\n%v", refused, l)
+				if want := 1 + boolInt(deny == "$JS.API.CONSUMER.INFO.>"); refused.Load() != int64(want) {
+					t.Errorf("%d refusals\n%v", refused.Load(), l)
 				}
 			})
 		})

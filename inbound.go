@@ -1,6 +1,7 @@
 package paced
 
 import (
+	"strings"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -29,13 +30,15 @@ func (l *loop) message(m *nats.Msg) directive {
 		ok = ok && stream == l.gen.stream && consumer == l.gen.consumer
 		if ok {
 			l.ack = m.Reply[:len(m.Reply)-len(tail)]
+			l.ackGrows = strings.Count(l.ack, ".") > 4 // the longer form may
 		}
 	}
 	var a wire.Ack
+	more := false
 	if ok {
-		a, ok = wire.ParseAck(tail)
+		a, more, ok = wire.ParseAck(tail)
 	}
-	if !ok {
+	if !ok || (more && !l.ackGrows) {
 		// Not from this consumer: published to the inbox by somebody else, or
 		// in a form that no server sends.
 		return directive{kind: skip}

@@ -41,6 +41,7 @@ type loop struct {
 	in        inbox
 	gen       *generation
 	ack       string // what the ack replies of this generation begin with, once known
+	ackGrows  bool   // they may have more tokens at their end
 	exact     bool   // a consumer that came back in its first state would start right
 	pullTo    string // subject of this generation's pulls
 	limits    pullLimits

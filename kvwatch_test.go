@@ -9,6 +9,8 @@ import (
 	"math/rand/v2"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -586,35 +588,45 @@ func watchRound(t *testing.T, seed uint64) {
 		cfg := WatchConfig{Bucket: "B", MaxMessages: 1 + rnd.IntN(60), MaxBytes: 1 << (10 + rnd.IntN(12))}
 		body := []time.Duration{0, 0, time.Millisecond, 30 * time.Millisecond}[rnd.IntN(4)]
 
+		var mu sync.Mutex          // guards present and writes
 		writes := map[string]int{} // rewrites of a key during the snapshot
-		drop := 0
+		var drop atomic.Int64
 		r.srv.SetFilter(func(f faultproxy.Frame) faultproxy.Action {
-			if drop > 0 && f.Direction == faultproxy.ToClient && (f.Status() != 0 || strings.HasPrefix(f.Reply, "$JS.ACK.")) {
-				drop--
+			if drop.Load() > 0 && f.Direction == faultproxy.ToClient && (f.Status() != 0 || strings.HasPrefix(f.Reply, "$JS.ACK.")) {
+				drop.Add(-1)
 				return faultproxy.Drop
 			}
 			return faultproxy.Pass
 		})
+		rewrite := func() {
+			k := key()
+			mu.Lock()
+			writes[k]++
+			mu.Unlock()
+			r.put(k, value())
+		}
+		gone := func() string {
+			k := key()
+			mu.Lock()
+			defer mu.Unlock()
+			delete(present, k)
+			return k
+		}
 		harms := []func(){
-			func() { k := key(); writes[k]++; r.put(k, value()) },
-			func() { k := key(); writes[k]++; r.put(k, value()) },
-			func() { k := key(); writes[k]++; r.put(k, value()) },
-			func() { k := key(); delete(present, k); _ = r.kv.Delete(context.Background(), k) },
-			func() { k := key(); delete(present, k); _ = r.kv.Purge(context.Background(), k) },
+			rewrite, rewrite, rewrite,
+			func() { _ = r.kv.Delete(context.Background(), gone()) },
+			func() { _ = r.kv.Purge(context.Background(), gone()) },
 			func() { // as an expiry does it
-				k := key()
-				delete(present, k)
-				m := nats.NewMsg("$KV.B." + k)
+				m := nats.NewMsg("$KV.B." + gone())
 				m.Header.Set("Nats-Rollup", "sub")
 				m.Header.Set("Nats-Marker-Reason", "MaxAge")
 				_, _ = r.js.PublishMsg(context.Background(), m)
 			},
 			func() { r.loseConsumers() },
 			func() { n := r.nc.Stats().Reconnects; r.srv.Disconnect(); waitConnected(r.nc, n+1) },
-			func() { drop = 1 + rnd.IntN(3) },
+			func() { drop.Store(1 + rnd.Int64N(3)) },
 		}
 		done := make(chan struct{})
-		stop := false
 		// The writers begin with the first entry, so that they meet the
 		// snapshot, and go on for a while.
 		begun := make(chan struct{})
@@ -630,17 +642,18 @@ func watchRound(t *testing.T, seed uint64) {
 				harms[rnd.IntN(len(harms))]()
 			}
 			time.Sleep(30 * time.Second)
-			drop, stop = 0, true
+			drop.Store(0)
 			waitConnected(r.nc, 0)
 			r.put("end", "")
 		}()
-		_ = stop
 
 		seen := map[string]bool{}
 		state := map[string]uint64{}
 		var last uint64
 		atStart := maps.Clone(present)
 		cfg.Listener = &Listener{CaughtUp: func(uint64) {
+			mu.Lock()
+			defer mu.Unlock()
 			for k := range atStart {
 				if present[k] && !seen[k] && writes[k] < 3 {
 					t.Errorf("seed %d: %s is missing at caught-up (history %d, %+v, %d rewrites)", seed, k, history, cfg, writes[k])

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -117,10 +118,10 @@ func propertyRound(t *testing.T, seed uint64) {
 				stored[i].gone = true
 			}
 		}
-		drop := 0
+		var drop atomic.Int64
 		filter := func(f faultproxy.Frame) faultproxy.Action {
-			if drop > 0 && f.Direction == faultproxy.ToClient && (f.Status() != 0 || strings.HasPrefix(f.Reply, "$JS.ACK.")) {
-				drop--
+			if drop.Load() > 0 && f.Direction == faultproxy.ToClient && (f.Status() != 0 || strings.HasPrefix(f.Reply, "$JS.ACK.")) {
+				drop.Add(-1)
 				return faultproxy.Drop
 			}
 			return faultproxy.Pass
@@ -134,7 +135,7 @@ func propertyRound(t *testing.T, seed uint64) {
 			func() { deleteConsumers(r) },
 			func() { n := r.nc.Stats().Reconnects; r.srv.Disconnect(); waitConnected(r.nc, n+1) },
 			func() { remove(); remove(); remove() },
-			func() { drop = 1 + rnd.IntN(3) },
+			func() { drop.Store(1 + rnd.Int64N(3)) },
 			func() { time.Sleep(time.Duration(rnd.IntN(40)) * time.Second) },
 		}
 		// The schedule runs beside the loop, and now and then in the body.
@@ -148,7 +149,7 @@ func propertyRound(t *testing.T, seed uint64) {
 				harms[rnd.IntN(len(harms))]()
 			}
 			time.Sleep(time.Second)
-			drop = 0
+			drop.Store(0)
 			waitConnected(r.nc, 0)
 			ack, err := r.js.Publish(context.Background(), "s.a.end", nil)
 			if err != nil {

@@ -561,6 +561,7 @@ func (f *scripted) checkLeft() {
 
 // yield is the body.
 func (f *scripted) yield(m Msg, err error) bool {
+	f.l.in.verify(f.l.maxMessages, f.l.maxBytes)
 	f.mu.Lock()
 	t := f.t
 	if f.ended {
@@ -578,7 +579,6 @@ func (f *scripted) yield(m Msg, err error) bool {
 	if !f.canceled.IsZero() {
 		t.Errorf("message %d after the context was done", m.seq)
 	}
-	f.l.in.verify(f.l.maxMessages, f.l.maxBytes)
 	if !f.raw {
 		if m.seq <= f.lastSeq {
 			t.Errorf("message %d after %d", m.seq, f.lastSeq)
@@ -639,7 +639,7 @@ func (f *scripted) firstWanted() uint64 {
 
 // drive does what comes from outside, each at its instant.
 func (f *scripted) drive(stop <-chan struct{}) {
-	limit := f.start.Add(30 * 24 * time.Hour)
+	limit := f.start.Add(24 * time.Hour)
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	for {
@@ -740,7 +740,10 @@ func inboxOf(reply string) string { return reply[:strings.LastIndexByte(reply, '
 
 // call counts one call of the loop, and checks that it may be made.
 func (f *scripted) call(what string) {
-	f.calls++
+	if f.calls++; f.calls == 100_000 {
+		f.t.Errorf("%v: 100,000 calls: a hot loop", time.Since(f.start))
+		f.stop()
+	}
 	if f.calls == f.d.cancelAtCall && !f.ended {
 		f.stop()
 	}
@@ -870,6 +873,9 @@ func (f *scripted) publish(subject, reply string, data []byte) error {
 		f.t.Errorf("publish to %s", subject)
 	}
 	f.note("%s", what)
+	if kind != "delete" && f.subs[inboxOf(reply)] == nil {
+		f.t.Errorf("%v: %s: nobody listens to the reply subject %q", time.Since(f.start), what, reply)
+	}
 	refuse := slices.ContainsFunc(f.refused, func(s string) bool { return strings.Contains(subject, s) })
 	if refuse {
 		// As nats.go words it (nats.go:4472).

@@ -7,7 +7,7 @@
 //
 // The server runs in a process of its own, and so does each single run of each
 // contestant, so that CPU time, heap and garbage collector belong to it alone.
-// Runs are interleaved (A B C A B C …) because a shared machine is not equally
+// Runs are interleaved (A B C, B C A, …) because a shared machine is not equally
 // fast all the time; the tables show medians and, in brackets, the extremes.
 package main
 
@@ -60,7 +60,7 @@ func compare() error {
 	n := flag.Int("n", 0, "messages, instead of each case's own number")
 	runs := flag.Int("runs", 5, "runs of each contestant")
 	jsonFile := flag.String("json", "", "write the ratios to this file")
-	quiet := flag.Float64("quiet", 1, "repeat a run, up to 9 times, while other processes use more than this share of the machine")
+	quiet := flag.Float64("quiet", 1, "repeat a run, up to 4 times, while other processes use more than this share of the machine")
 	profile := flag.String("profile", "", "write a CPU profile of each run into this directory")
 	flag.Parse()
 
@@ -148,7 +148,10 @@ func (c *benchCase) run(ctx context.Context, srv *serverProcess, runs int, quiet
 
 	results := map[string][]result{}
 	for i := range runs {
-		for _, p := range c.contestants {
+		for k := range c.contestants {
+			// Each round begins with another one, so that no contestant always
+			// follows the same.
+			p := c.contestants[(i+k)%len(c.contestants)]
 			j := job{Case: c.name, Contestant: p.name, N: c.n, URL: srv.url(c.rtt)}
 			if profile != "" {
 				j.Profile = filepath.Join(profile, fmt.Sprintf("%s-%s-%d.pprof", c.name, p.name, i+1))
@@ -176,7 +179,7 @@ type job struct {
 // quietly takes the first run that the rest of the machine left alone, or the
 // one that it disturbed least.
 func (j *job) quietly(ctx context.Context, srv *serverProcess, quiet float64) (best result, err error) {
-	for i := range 10 {
+	for i := range 5 {
 		if i > 0 {
 			time.Sleep(time.Duration(i) * time.Second)
 		}

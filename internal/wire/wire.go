@@ -59,10 +59,10 @@ func Domain(reply string) string {
 	return domain
 }
 
-// ParseAck reads the five numbers at the head of a tail that SplitAck returned.
-// It allocates nothing. A number that does not fit 64 bits (the time: 63) is
+// ParseAck reads the five numbers at the head of a tail that SplitAck returned,
+// and reports whether more tokens follow them. It allocates nothing. A number that does not fit 64 bits (the time: 63) is
 // refused rather than wrapped.
-func ParseAck(tail string) (a Ack, ok bool) {
+func ParseAck(tail string) (a Ack, more, ok bool) {
 	var n [5]uint64
 	i := 0
 	for f := range n {
@@ -71,20 +71,20 @@ func ParseAck(tail string) (a Ack, ok bool) {
 		for ; i < len(tail) && tail[i] != '.'; i++ {
 			d := uint64(tail[i] - '0')
 			if d > 9 || v > (1<<64-1-d)/10 {
-				return Ack{}, false
+				return Ack{}, false, false
 			}
 			v = v*10 + d
 		}
 		if i == start || (i == len(tail) && f < len(n)-1) {
-			return Ack{}, false
+			return Ack{}, false, false
 		}
 		n[f] = v
 		i++
 	}
 	if n[3] > 1<<63-1 {
-		return Ack{}, false
+		return Ack{}, false, false
 	}
-	return Ack{Delivered: n[0], Stream: n[1], Consumer: n[2], Time: int64(n[3]), Pending: n[4]}, true
+	return Ack{Delivered: n[0], Stream: n[1], Consumer: n[2], Time: int64(n[3]), Pending: n[4]}, i <= len(tail), true
 }
 
 // Number reads a status header that holds a decimal number, and reports false

@@ -41,7 +41,7 @@ func TestSplitAndParseAck(t *testing.T) {
 		stream, consumer, tail, ok := SplitAck(tc.reply)
 		var a Ack
 		if ok {
-			a, ok = ParseAck(tail)
+			a, _, ok = ParseAck(tail)
 		}
 		if ok != tc.ok {
 			t.Errorf("%q: ok = %v, want %v", tc.reply, ok, tc.ok)
@@ -99,7 +99,7 @@ func FuzzAck(f *testing.F) {
 		if strings.ContainsAny(stream+consumer, ".") || stream == "" || consumer == "" {
 			t.Fatalf("%q: stream %q consumer %q", reply, stream, consumer)
 		}
-		if _, ok := ParseAck(tail); ok && strings.Count(tail, ".") < 4 {
+		if _, _, ok := ParseAck(tail); ok && strings.Count(tail, ".") < 4 {
 			t.Fatalf("%q: accepted a tail of too few numbers", reply)
 		}
 	})
