@@ -50,7 +50,7 @@ func (l *loop) message(m *nats.Msg) directive {
 	}
 	l.pace.saw(size)
 	l.early, l.confirms, l.doubt, l.list.beats = 0, 0, 0, 0
-	l.oversize = false
+	l.oversize, l.alive = false, true
 	k, reason := l.pos.receive(a)
 	if l.list.active {
 		l.list.received(l.pos.cseq)
@@ -104,6 +104,7 @@ func (l *loop) status(m *nats.Msg) directive {
 		}
 		k, reason := l.pos.heard(consumer, stream)
 		if k == skip {
+			l.alive = true
 			l.idleUntil()
 			if l.list.stalled(s, l.pos.reached(l.target)) {
 				return directive{kind: restart, reason: errHole}

@@ -96,6 +96,7 @@ type loop struct {
 	patience time.Duration
 	trouble  string // the state that the error handler was told of
 	verifies bool
+	alive    bool // a message or a heartbeat came since the loop last parked
 	n        counts
 }
 
@@ -240,12 +241,19 @@ func (l *loop) drain(yield func(Msg, error) bool) error {
 					return err
 				}
 			}
-			l.yielded(&d.msg)
 			if l.in.owed <= l.low {
+				// Before the position moves: this may end the generation.
 				if d := l.ask(); d.kind >= restart {
 					return l.refusal(d)
 				}
 			}
+			// Whatever came before may have taken its time.
+			select {
+			case <-l.done:
+				return newDoneError(l.ctx, l.where)
+			default:
+			}
+			l.yielded(&d.msg)
 			if l.recipe.wants != nil && !l.recipe.wants(&d.msg) {
 				continue
 			}
@@ -383,9 +391,12 @@ func (l *loop) wait() directive {
 	for i := range l.in.slots {
 		if s := &l.in.slots[i]; s.touched {
 			s.heard, s.touched = now, false
-			if now.Sub(l.since) > maxBackoff {
-				l.attempt, l.trouble = 0, "" // it lives
-			}
+		}
+	}
+	if l.alive {
+		l.alive, l.trouble = false, ""
+		if now.Sub(l.since) > maxBackoff {
+			l.attempt = 0
 		}
 	}
 	due := now.Add(time.Hour)

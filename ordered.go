@@ -129,6 +129,7 @@ type reader struct {
 	api        string
 	created    time.Time // of the stream, once known
 	perSubject int64     // the stream's limit of messages per subject
+	met        bool      // the stream was looked at
 	shrunk     bool      // the stream's last sequence was once below the position
 }
 
@@ -199,7 +200,7 @@ func (r *reader) prepare(l *loop) {
 func (r *reader) create(l *loop) error {
 	c := r.cfg
 	lists := c.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy && !l.list.done
-	if l.serial == 0 || lists {
+	if !r.met || lists {
 		info, err := l.streamInfo(l.api("STREAM.INFO." + c.Stream))
 		if err != nil {
 			return r.kv.missing(err)
@@ -277,7 +278,7 @@ func (r *reader) meet(l *loop, info *jetstream.StreamInfo) error {
 			Bound: "a stream with limits retention: an ack-none reader removes the messages of the others"}
 	}
 	switch {
-	case l.serial > 0 || r.resumes():
+	case r.met || r.resumes():
 		if err := r.same(l, info); err != nil {
 			return err
 		}
@@ -293,6 +294,8 @@ func (r *reader) meet(l *loop, info *jetstream.StreamInfo) error {
 		// first message would begin anew, behind what was published meanwhile.
 		l.pos.at = info.State.LastSeq
 	}
+	// Once: a retry of the first create begins where the first try did.
+	r.met = true
 	r.created = info.Created
 	r.perSubject = info.Config.MaxMsgsPerSubject
 	r.filters = r.cfg.FilterSubjects

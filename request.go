@@ -142,7 +142,6 @@ func (l *loop) await(reply string, deadline time.Time) (*nats.Msg, error) {
 		select {
 		case m := <-l.in.ch:
 			if m.Subject == reply && m.Reply == "" {
-				l.patience = defaultRequestTimeout
 				return m, nil
 			}
 			l.in.back = append(l.in.back, m)
@@ -208,7 +207,7 @@ func (l *loop) consumerCreate(subject string, req consumerCreate) (*jetstream.Co
 	}
 	l.making = false
 	if err := a.answered(); err != nil {
-		if a.Error.ErrorCode == jetstream.JSErrCodeConsumerAlreadyExists {
+		if a.Error.ErrorCode == jetstream.JSErrCodeConsumerExists {
 			err = fmt.Errorf("%w: %w", errNotMissing, err)
 			l.litter, l.name = append(l.litter, l.name), ""
 		}
@@ -243,6 +242,8 @@ func (l *loop) probe() directive {
 		if l.tuning.ReconnectHalfOpen {
 			if err := l.link.reconnect(); err != nil {
 				l.failed(err)
+			} else {
+				l.up = false // until an event says otherwise
 			}
 		}
 		return directive{kind: restart, reason: errSilent}
@@ -485,6 +486,7 @@ func (l *loop) open() error {
 	if err := l.recipe.create(l); err != nil {
 		return err
 	}
+	l.patience = defaultRequestTimeout
 	now := time.Now()
 	l.since, l.quiet = now, time.Time{}
 	l.notBefore = time.Time{}
