@@ -255,6 +255,7 @@ func (l *loop) drain(yield func(Msg, error) bool) error {
 			}
 			l.yielded(&d.msg)
 			if l.recipe.wants != nil && !l.recipe.wants(&d.msg) {
+				l.handled++
 				continue
 			}
 			if l.lis.Handled == nil {
