@@ -37,7 +37,7 @@ var (
 	// ErrStreamRecreated ends a sequence whose stream is not the one it was
 	// reading: it was deleted and made anew, or replaced by an older copy of
 	// its store. Sequences do not mean what they meant; decide where to start.
-	ErrStreamRecreated = errors.New("paced: the stream is not the one it was")
+	ErrStreamRecreated = errors.New("the stream is not the one it was")
 )
 
 // ConfigError says which field of a configuration cannot be used and why. It

@@ -49,7 +49,7 @@ func (l *loop) message(m *nats.Msg) directive {
 		l.first(s)
 	}
 	l.pace.saw(size)
-	l.early, l.confirms, l.doubt, l.list.beats = 0, 0, 0, 0
+	l.early, l.confirms, l.doubt, l.asleep, l.list.beats = 0, 0, 0, 0, 0
 	l.oversize, l.alive = false, true
 	k, reason := l.pos.receive(a)
 	if l.list.active {
@@ -117,6 +117,10 @@ func (l *loop) status(m *nats.Msg) directive {
 		if k, reason := l.list.ended(s, &l.in, description); k == restart {
 			return directive{kind: k, reason: reason}
 		}
+	}
+	if d.kind == pullOver && description == statusServerShutdown && l.recipe.inOrder {
+		// Our consumer lives in the memory of that one server.
+		return directive{kind: restart, reason: d.reason}
 	}
 	if d.kind == pullOver && d.reason != nil && l.pos.cseq == 0 && !l.exact {
 		// Nothing was received yet, so a consumer that came back in its first

@@ -4,8 +4,8 @@ import (
 	"context"
 	"errors"
 	"flag"
-	"fmt"
 	"math/rand/v2"
+	"strconv"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -49,6 +49,7 @@ type loop struct {
 	prefix    string   // of the names of this loop's consumers
 	name      string   // of the consumer made or being made
 	serial    int      // consumers made
+	skipped   int      // names that were taken
 	litter    []string // consumers to delete
 	asked     string   // reply subject of the latest request
 	making    bool     // that is a create, and it was not answered
@@ -78,6 +79,7 @@ type loop struct {
 	confirms    int       // confirming pulls in a row that brought nothing
 	nextConfirm time.Time
 	doubt       int // heartbeats that do not prove a scan position (replay original)
+	asleep      int // times in a row the server was found asleep with a message in hand
 
 	up         bool // the last event said CONNECTED
 	closed     bool
@@ -369,15 +371,31 @@ func (l *loop) failed(reason error) {
 	}
 }
 
+// loopError says where the loop was when reason came.
+type loopError struct {
+	where  string
+	reason error
+}
+
+func (e *loopError) Error() string { return "paced: " + e.where + ": " + e.reason.Error() }
+func (e *loopError) Unwrap() error { return e.reason }
+
+// errorf adds to an error where the loop is, once.
 func (l *loop) errorf(reason error) error {
+	var said *loopError
+	var gap *GapError
+	var bad *ConfigError
+	if errors.As(reason, &said) || errors.As(reason, &gap) || errors.As(reason, &bad) {
+		return reason
+	}
 	where := l.where
 	if l.gen != nil {
 		where += ", consumer " + l.gen.consumer
 	}
 	if l.pos.at > 0 {
-		where += fmt.Sprintf(", after sequence %d", l.pos.at)
+		where += ", after sequence " + strconv.FormatUint(l.pos.at, 10)
 	}
-	return fmt.Errorf("paced: %s: %w", where, reason)
+	return &loopError{where: where, reason: reason}
 }
 
 // wait is the loop with nothing to read: it judges silence, asks, and parks

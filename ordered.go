@@ -323,7 +323,7 @@ func (r *reader) consumerConfig(l *loop, lists bool) (cc jetstream.ConsumerConfi
 		if l.prefix == "" {
 			l.prefix = c.NamePrefix + "_" + rand.Text()[:12] + "_"
 		}
-		l.name = l.prefix + strconv.Itoa(l.serial+1)
+		l.name = l.prefix + strconv.Itoa(l.serial+l.skipped+1)
 	}
 	cc = jetstream.ConsumerConfig{
 		Name:              l.name,

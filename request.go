@@ -210,6 +210,7 @@ func (l *loop) consumerCreate(subject string, req consumerCreate) (*jetstream.Co
 		if a.Error.ErrorCode == jetstream.JSErrCodeConsumerExists {
 			err = fmt.Errorf("%w: %w", errNotMissing, err)
 			l.litter, l.name = append(l.litter, l.name), ""
+			l.skipped++ // a delete could overtake a create of that name
 		}
 		return nil, err
 	}
@@ -257,8 +258,10 @@ func (l *loop) probe() directive {
 	case l.recipe.replay:
 		// Keeping the original pace the server sleeps with a message in hand
 		// and says nothing (consumer.go:5552). It lives; that is enough.
+		// Asked less and less often, up to every half minute.
+		l.asleep = min(l.asleep+1, 5)
 		for i := range l.in.slots {
-			l.in.slots[i].heard = time.Now()
+			l.in.slots[i].heard = time.Now().Add(time.Second << l.asleep)
 		}
 		return directive{kind: skip}
 	}
@@ -375,6 +378,12 @@ func (l *loop) subscribe(reason error) error {
 	} else if !first {
 		l.attempt = 0
 	}
+	shutdown := false
+	if s, ok := errors.AsType[*StatusError](reason); ok && s.Description == statusServerShutdown {
+		// A consumer made at once would be made by the server that goes. If
+		// the connection goes with it, the next one is the moment.
+		shutdown, l.attempt = true, 2
+	}
 	missing := time.Time{} // when the stream was first found missing
 	for {
 		l.attempt++
@@ -386,7 +395,7 @@ func (l *loop) subscribe(reason error) error {
 				l.lis.Resubscribing(err, l.attempt, delay)
 			}
 		}
-		if err := l.sleep(delay, first); err != nil {
+		if err := l.sleep(delay, first, shutdown); err != nil {
 			return err
 		}
 		err := l.open()
@@ -435,8 +444,9 @@ func (l *loop) backoff(first bool) time.Duration {
 }
 
 // sleep waits for delay, and then until the connection is up: for as long as
-// it takes, or on the first subscribe for as long as a request may take.
-func (l *loop) sleep(delay time.Duration, first bool) error {
+// it takes, or on the first subscribe for as long as a request may take. hasty
+// cuts the delay short when the connection is a new one.
+func (l *loop) sleep(delay time.Duration, first, hasty bool) error {
 	until := time.Now().Add(delay)
 	giveUp := until.Add(l.patience)
 	for {
@@ -447,6 +457,9 @@ func (l *loop) sleep(delay time.Duration, first bool) error {
 			return l.errorf(nats.ErrConnectionClosed)
 		}
 		now := time.Now()
+		if hasty && l.up && l.moved {
+			until = now
+		}
 		if !now.Before(until) && (l.up || (first && !now.Before(giveUp))) {
 			l.moved = false // nothing is left of the old connection
 			return nil

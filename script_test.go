@@ -520,7 +520,7 @@ func (f *scripted) run() {
 	}
 	left := time.Since(f.start)
 	f.mu.Unlock()
-	time.Sleep(exitTime) // for the clean-up of a create on its way
+	time.Sleep(10 * time.Second) // for the clean-up behind the loop
 	close(stop)
 	<-stopped
 	synctest.Wait()
@@ -770,8 +770,17 @@ func letter(n int) string {
 	return letter((n-1)/26) + letter((n-1)%26+1)
 }
 
+// dialing is how long nats.go holds its lock while it dials (nats.go:3565): so
+// long a call takes that is made while the connection is down.
+const dialing = 1700 * time.Millisecond
+
 func (f *scripted) unsubscribe(sub *nats.Subscription) {
 	defer f.lock()()
+	if f.state == nats.RECONNECTING && f.ended {
+		f.mu.Unlock()
+		time.Sleep(dialing)
+		f.mu.Lock()
+	}
 	f.call("unsubscribe")
 	for inbox, s := range f.subs {
 		if s.sub == sub {
@@ -1545,8 +1554,10 @@ func (f *scripted) act(w []string, reply string) error {
 		f.state = nats.CLOSED
 		f.event(nats.CLOSED)
 	case "cancel":
-		f.note("(cancel)")
-		f.stop()
+		if !f.ended {
+			f.note("(cancel)")
+			f.stop()
+		}
 	case "break":
 		f.leaving = true
 	case "panic":

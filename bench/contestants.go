@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -56,7 +57,10 @@ func pacedOrdered(ctx context.Context, k *client) error {
 	cfg := paced.OrderedConfig{
 		Stream: streamName,
 		Listener: &paced.Listener{
-			Resubscribing: func(error, int, time.Duration) { k.rebuilds++ },
+			Resubscribing: func(reason error, _ int, _ time.Duration) {
+				k.rebuilds++
+				fmt.Fprintln(os.Stderr, "rebuild:", reason)
+			},
 		},
 	}
 	for msg, err := range paced.Ordered(ctx, k.js, cfg) {
