@@ -3,6 +3,7 @@ package paced
 import (
 	"context"
 	"errors"
+	"sync"
 	"testing"
 	"time"
 
@@ -43,8 +44,7 @@ func TestCluster(t *testing.T) {
 			if err == nil {
 				i++
 			} else if ctx.Err() != nil {
-				t.Errorf("publish: %v", err)
-				return
+				return // the range has ended, or says why it has not
 			}
 		}
 	}
@@ -70,6 +70,9 @@ func TestCluster(t *testing.T) {
 	}
 	step := 0
 	want, next := uint64(0), uint64(100)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
 	for m, err := range Ordered(ctx, js, OrderedConfig{Stream: "S", Listener: lis}) {
 		if err != nil {
 			t.Fatalf("%v\n%v", err, l)
@@ -88,10 +91,10 @@ func TestCluster(t *testing.T) {
 			harm := harms[step]
 			step++
 			next += 100
-			go func() {
+			wg.Go(func() {
 				harm()
 				publish(100)
-			}()
+			})
 		}
 	}
 	if step != len(harms) {
