@@ -117,11 +117,11 @@ type recipe struct {
 	// gap tells of messages that were removed unseen.
 	gap func(*loop, seqRange) error
 	// wants passes a message over where it returns false; nil: all are wanted.
-	wants   func(*Msg) bool
-	rereads bool // read the end of the stream again before being caught up
-	finite  bool // ends when caught up
-	replay  bool // the server keeps the original pace: silence means nothing
-	inOrder bool // data and statuses come in the order they were sent (ack none)
+	wants   func(Msg) bool // by value: what a func may keep a pointer to is allocated
+	rereads bool           // read the end of the stream again before being caught up
+	finite  bool           // ends when caught up
+	replay  bool           // the server keeps the original pace: silence means nothing
+	inOrder bool           // data and statuses come in the order they were sent (ack none)
 }
 
 // pullLimits are the limits that the server-side consumer puts on a pull; 0:
@@ -256,7 +256,7 @@ func (l *loop) drain(yield func(Msg, error) bool) error {
 			default:
 			}
 			l.yielded(&d.msg)
-			if l.recipe.wants != nil && !l.recipe.wants(&d.msg) {
+			if l.recipe.wants != nil && !l.recipe.wants(d.msg) {
 				l.handled++
 				continue
 			}
@@ -432,6 +432,12 @@ func (l *loop) wait() directive {
 		due = l.due(now)
 	}
 	l.post()
+	if l.in.head < len(l.in.back) {
+		// A request above put frames aside that came before anything that the
+		// channel still gives.
+		l.stretch = time.Now()
+		return directive{kind: skip}
+	}
 	l.arm(due)
 	var d directive
 	select {

@@ -223,8 +223,8 @@ func (b *bucketReader) filters() []string {
 }
 
 // wants reports whether an entry goes to the body.
-func (b *bucketReader) wants(m *Msg) bool {
-	return !b.ignoreDeletes || Entry{*m}.Operation() == jetstream.KeyValuePut
+func (b *bucketReader) wants(m Msg) bool {
+	return !b.ignoreDeletes || Entry{m}.Operation() == jetstream.KeyValuePut
 }
 
 // Watch returns a sequence of the entries of a KV bucket: the last revision of

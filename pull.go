@@ -289,7 +289,7 @@ func (l *loop) room(batch, statuses int) (int, bool) {
 	if fit >= batch {
 		return batch, true
 	}
-	if l.in.owed > 0 || l.vet.reply != "" || l.beside.reply != "" || l.in.waiting() > 0 {
+	if l.in.owed > 0 || l.vet.reply != "" || l.in.waiting() > 0 {
 		// Growing waits until nothing is owed. If it is worth it, nothing more
 		// is asked for until then: a few pauses of one round trip in a loop's
 		// life.
@@ -297,6 +297,9 @@ func (l *loop) room(batch, statuses int) (int, bool) {
 			return 0, false
 		}
 		return fit, true
+	}
+	if l.beside.answer == nil {
+		l.beside = beside{} // its answer will find nobody; it is asked for again when it is needed
 	}
 	if err := l.in.grow(capacity(l.pace.credit, l.maxMessages) + 2*statuses + 8); err != nil {
 		return 0, false

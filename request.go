@@ -297,6 +297,11 @@ func (l *loop) locate() directive {
 	if err != nil || a.ConsumerInfo == nil || l.in.waiting() > 0 || l.moved || !l.up {
 		return directive{kind: skip} // silence tells the rest
 	}
+	if a.Delivered.Consumer != l.pos.cseq {
+		// Sent and not here yet: the answer does not come through the queue of
+		// data and statuses (stream.go:8580) and may overtake them.
+		return directive{kind: skip}
+	}
 	k, reason := l.pos.heard(a.Delivered.Consumer, a.Delivered.Stream)
 	if k == skip && a.NumPending == 0 && !l.pos.reached(l.target) {
 		l.pos.pending = 0
