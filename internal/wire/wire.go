@@ -69,14 +69,20 @@ func ParseAck(tail string) (a Ack, more, ok bool) {
 		start := i
 		var v uint64
 		for ; i < len(tail) && tail[i] != '.'; i++ {
-			d := uint64(tail[i] - '0')
-			if d > 9 || v > (1<<64-1-d)/10 {
+			d := tail[i] - '0'
+			if d > 9 {
 				return Ack{}, false, false
 			}
-			v = v*10 + d
+			v = v*10 + uint64(d)
 		}
 		if i == start || (i == len(tail) && f < len(n)-1) {
 			return Ack{}, false, false
+		}
+		if i-start > 19 { // may not fit; 19 digits always do
+			var err error
+			if v, err = strconv.ParseUint(tail[start:i], 10, 64); err != nil {
+				return Ack{}, false, false
+			}
 		}
 		n[f] = v
 		i++
