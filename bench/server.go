@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"syscall"
 	"time"
 
 	"github.com/pacedgo/paced/internal/faultproxy"
@@ -19,6 +20,7 @@ import (
 // front of it one proxy for each round trip time that a case wants.
 type serverProcess struct {
 	address
+	dir   string
 	cmd   *exec.Cmd
 	stdin io.Closer
 }
@@ -76,7 +78,7 @@ func startServer(ctx context.Context, chosen []benchCase) (s *serverProcess, err
 	if err := cmd.Start(); err != nil {
 		return nil, err
 	}
-	s = &serverProcess{cmd: cmd, stdin: stdin}
+	s = &serverProcess{dir: dir, cmd: cmd, stdin: stdin}
 	if err := json.NewDecoder(stdout).Decode(&s.address); err != nil {
 		return nil, errors.Join(fmt.Errorf("server does not start: %w", err), s.stop())
 	}
@@ -88,12 +90,14 @@ func (s *serverProcess) stop() error {
 	// There is nothing to keep, so do not wait long for an orderly end.
 	kill := time.AfterFunc(5*time.Second, func() { _ = s.cmd.Process.Kill() })
 	defer kill.Stop()
-	return s.cmd.Wait()
+	err := s.cmd.Wait()
+	os.RemoveAll(s.dir)
+	return err
 }
 
 // serve is the server's process.
 func serve(instructions string) error {
-	signal.Ignore(os.Interrupt) // the parent decides
+	signal.Ignore(os.Interrupt, syscall.SIGTERM) // the parent decides
 	var o serverOptions
 	if err := json.Unmarshal([]byte(instructions), &o); err != nil {
 		return err
