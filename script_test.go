@@ -220,7 +220,6 @@ type scripted struct {
 	resume     uint64
 	oneSlot    bool
 	late       bool // data may come behind the status that ends its pull
-	bounded    time.Time
 	calls      int
 	yields     int
 	lastSeq    uint64
