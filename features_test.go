@@ -83,6 +83,36 @@ func TestDeliverPolicies(t *testing.T) {
 	})
 }
 
+// Times that are far away or zero, and a start ahead of the stream, mean what
+// they say.
+func TestFarEnds(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 3)
+		for _, tc := range []struct {
+			until time.Time
+			want  []uint64
+		}{
+			{time.Date(9999, 12, 31, 0, 0, 0, 0, time.UTC), sequences(1, 3)},
+			{time.Date(2400, 1, 1, 0, 0, 0, 0, time.UTC), sequences(1, 3)},
+			{time.Time{}, nil},
+			{time.Date(1600, 1, 1, 0, 0, 0, 0, time.UTC), nil},
+		} {
+			wantSequences(t, collect(t, Ordered(t.Context(), r.js, OrderedConfig{Stream: "S", UntilTime: &tc.until, UntilCaughtUp: true})), tc.want)
+		}
+		ahead := OrderedConfig{Stream: "S", DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: 6}
+		time.AfterFunc(time.Minute, func() { r.publish("s.a", 4) })
+		for m, err := range Ordered(t.Context(), r.js, ahead) {
+			if err != nil || m.Sequence() != 6 {
+				t.Errorf("%d, %v", m.Sequence(), err)
+			}
+			break
+		}
+		r.wantClean()
+	})
+}
+
 func TestHeadersOnly(t *testing.T) {
 	testserver.InBubble(t, func(t *testing.T) {
 		r := newRig(t, "")

@@ -177,7 +177,7 @@ func (l *loop) ending(s *slot, description string, empty bool) {
 // idleUntil ends a sequence whose end is a time: the clock has passed it and a
 // heartbeat says that nothing is pending.
 func (l *loop) idleUntil() {
-	if !l.untilAt.IsZero() && l.caught && l.pos.pending == 0 && time.Now().After(l.untilAt) {
+	if l.timed && l.caught && l.pos.pending == 0 && time.Now().After(l.untilAt) {
 		l.over = true
 	}
 }

@@ -67,8 +67,9 @@ type loop struct {
 	target  uint64 // the stream's last sequence at the start: reaching it is being caught up
 	caught  bool
 	until   uint64    // ends after this stream sequence; 0: never
-	untilAt time.Time // ends behind messages stored after this; zero: never
-	over    bool      // a message past the end was seen
+	untilAt time.Time // ends behind messages stored after this, if timed
+	timed   bool
+	over    bool // a message past the end was seen
 
 	pace        pacer
 	low         int // ask again when this few are outstanding
@@ -316,7 +317,7 @@ func (l *loop) healthy() {
 func (l *loop) past(m *Msg) bool {
 	return (l.until > 0 && m.seq > l.until) ||
 		(l.recipe.finite && !l.recipe.rereads && m.seq > l.target) ||
-		(!l.untilAt.IsZero() && m.stored > l.untilAt.UnixNano())
+		(l.timed && m.Timestamp().After(l.untilAt))
 }
 
 // milestones looks, between two bodies, whether the sequence is caught up and

@@ -69,6 +69,7 @@ type OrderedConsumer struct {
 type bookmark struct {
 	set     bool
 	at      uint64
+	held    uint64
 	listed  bool // a list of last messages was completed up to at
 	created time.Time
 }
@@ -165,7 +166,7 @@ func (r *reader) prepare(l *loop) {
 	l.pace = newPacer(c.MaxMessages, startCredit, c.Tuning.LookAhead)
 	l.until = c.UntilSeq
 	if c.UntilTime != nil {
-		l.untilAt = *c.UntilTime
+		l.untilAt, l.timed = *c.UntilTime, true
 	}
 	l.recipe = recipe{
 		create:  r.create,
@@ -182,9 +183,10 @@ func (r *reader) prepare(l *loop) {
 	if r.where != nil {
 		w := r.where
 		l.pos.at, r.created, l.list.done = w.at, w.created, w.listed
+		l.pos.held = w.held
 		l.onLeave = func() {
 			if l.serial > 0 {
-				*w = bookmark{set: true, at: l.pos.at, created: r.created}
+				*w = bookmark{set: true, at: l.pos.at, held: l.pos.held, created: r.created}
 				if c.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy && l.list.done {
 					w.listed, w.at = true, max(w.at, l.list.boundary)
 				}
@@ -284,6 +286,7 @@ func (r *reader) meet(l *loop, info *jetstream.StreamInfo) error {
 		}
 	case r.cfg.After != (Position{}):
 		l.pos.at, r.created = r.cfg.After.Sequence, r.cfg.After.StreamCreated
+		l.pos.held = l.pos.at
 		if err := r.same(l, info); err != nil {
 			return err
 		}
@@ -296,6 +299,9 @@ func (r *reader) meet(l *loop, info *jetstream.StreamInfo) error {
 	}
 	// Once: a retry of the first create begins where the first try did.
 	r.met = true
+	if r.cfg.DeliverPolicy != jetstream.DeliverByStartSequencePolicy && !r.resumes() {
+		l.pos.held = l.pos.at // a start sequence may lie ahead of the stream
+	}
 	r.created = info.Created
 	r.perSubject = info.Config.MaxMsgsPerSubject
 	r.filters = r.cfg.FilterSubjects
@@ -346,7 +352,7 @@ func (r *reader) consumerConfig(l *loop, lists bool) (cc jetstream.ConsumerConfi
 	switch {
 	case lists:
 		if len(r.filters) == 0 {
-			cc.FilterSubject = ">" // the server wants one (consumer.go:735)
+			cc.FilterSubject = ">" // the server wants one (consumer.go:947)
 		}
 	case l.serial > 0 || r.resumes() || c.After != (Position{}) || policy == jetstream.DeliverNewPolicy:
 		policy = jetstream.DeliverByStartSequencePolicy
@@ -450,7 +456,7 @@ func (r *reader) same(l *loop, info *jetstream.StreamInfo) error {
 	if !info.Created.Equal(r.created) {
 		return l.errorf(fmt.Errorf("%w: created %v, was %v", ErrStreamRecreated, info.Created, r.created))
 	}
-	if info.State.LastSeq < l.pos.at {
+	if info.State.LastSeq < l.pos.held {
 		if !r.shrunk {
 			r.shrunk = true
 			return &rebuild{errBehind}

@@ -14,6 +14,9 @@ type position struct {
 	// message yielded, before that the start boundary, which is fixed when the
 	// first consumer is made so that nothing published later moves it.
 	at uint64
+	// held: the stream is known to have reached this sequence. A start sequence
+	// that lies ahead of the stream is not.
+	held uint64
 	// cseq is the consumer sequence received last from this generation.
 	cseq uint64
 	// scanned: every message at or below it that matches has been received.
@@ -107,6 +110,7 @@ func (p *position) receive(a wire.Ack) (kind, error) {
 // yielded moves the position: only ever when a message goes to the body.
 func (p *position) yielded(seq uint64) {
 	p.at = seq
+	p.held = max(p.held, seq)
 	p.scanned = max(p.scanned, seq)
 }
 

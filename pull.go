@@ -130,7 +130,7 @@ func (l *loop) confirmAt() time.Time {
 		return l.quiet
 	case !l.caught && !l.recipe.replay:
 		return l.quiet.Add(l.pace.rtt() + confirmPause)
-	case l.caught && !l.untilAt.IsZero():
+	case l.caught && l.timed:
 		if l.quiet.After(l.untilAt) {
 			return l.quiet
 		}
