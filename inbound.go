@@ -50,7 +50,7 @@ func (l *loop) message(m *nats.Msg) directive {
 	}
 	l.pace.saw(size)
 	l.early, l.confirms, l.doubt, l.asleep, l.list.beats = 0, 0, 0, 0, 0
-	l.oversize, l.alive = false, true
+	l.oversize, l.alive, l.recheck = false, true, time.Time{}
 	k, reason := l.pos.receive(a)
 	if l.list.active {
 		l.list.received(l.pos.cseq)
@@ -104,7 +104,7 @@ func (l *loop) status(m *nats.Msg) directive {
 		}
 		k, reason := l.pos.heard(consumer, stream)
 		if k == skip {
-			l.alive = true
+			l.alive, l.recheck = true, time.Time{}
 			l.idleUntil()
 			if l.list.stalled(s, l.pos.reached(l.target)) {
 				return directive{kind: restart, reason: errHole}

@@ -79,8 +79,9 @@ type loop struct {
 	early       int       // pulls in a row that the server ended early and empty
 	confirms    int       // confirming pulls in a row that brought nothing
 	nextConfirm time.Time
-	doubt       int // heartbeats that do not prove a scan position (replay original)
-	asleep      int // times in a row the server was found asleep with a message in hand
+	doubt       int       // heartbeats that do not prove a scan position (replay original)
+	asleep      int       // times in a row the server was found asleep with a message in hand
+	recheck     time.Time // when the consumer is asked again for what it counts as sent; zero: not
 
 	up         bool // the last event said CONNECTED
 	closed     bool

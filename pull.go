@@ -34,6 +34,9 @@ func (l *loop) base(s *slot) time.Time {
 
 // overdue deals with pulls that should have ended or said something.
 func (l *loop) overdue(now time.Time) directive {
+	if !l.recheck.IsZero() && !now.Before(l.recheck) {
+		return l.probe()
+	}
 	for i := range l.in.slots {
 		s := &l.in.slots[i]
 		if !s.open {
@@ -105,6 +108,9 @@ func (l *loop) due(now time.Time) time.Time {
 	}
 	if now.Before(l.notBefore) {
 		sooner(l.notBefore)
+	}
+	if !l.recheck.IsZero() {
+		sooner(l.recheck)
 	}
 	if t := l.confirmAt(); !t.IsZero() {
 		if t.Before(l.nextConfirm) {

@@ -224,6 +224,8 @@ func (l *loop) consumerCreate(subject string, req consumerCreate) (*jetstream.Co
 // on the wire has arrived before it, so that only the silence behind it counts.
 func (l *loop) probe() directive {
 	arrived := l.in.waiting()
+	again := !l.recheck.IsZero()
+	l.recheck = time.Time{}
 	if l.recipe.replay {
 		l.doubt = len(l.in.slots)
 	}
@@ -253,6 +255,12 @@ func (l *loop) probe() directive {
 		return directive{kind: restart, reason: fmt.Errorf("%w: %w", errSilent, orNotFound(err))}
 	case l.in.waiting() > arrived:
 		return directive{kind: skip} // it was only late
+	case a.Delivered.Consumer > l.pos.cseq && !again:
+		// Sent, and not here. The answer does not come through the queue of
+		// data and statuses (stream.go:8580), and on a busy server it overtakes
+		// them: asked again in a second, it is the truth.
+		l.recheck = time.Now().Add(time.Second)
+		return directive{kind: skip}
 	case a.Delivered.Consumer != l.pos.cseq:
 		return directive{kind: restart, reason: errLostTail}
 	case l.recipe.replay:
@@ -509,7 +517,7 @@ func (l *loop) open() error {
 	l.since, l.quiet = now, time.Time{}
 	l.notBefore = time.Time{}
 	l.greeted, l.progress, l.oversize = false, false, false
-	l.early, l.confirms = 0, 0
+	l.early, l.confirms, l.recheck = 0, 0, time.Time{}
 	l.low, l.list.beats = 0, 0
 	l.board.update(func(s *Stats) {
 		s.Stream, s.Consumer, s.Generation = l.gen.stream, l.gen.consumer, l.gen.number

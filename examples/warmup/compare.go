@@ -85,6 +85,9 @@ func spawn(ctx context.Context, out io.Writer, role string, l load) (*process, e
 	if err != nil {
 		return nil, err
 	}
+	if role == "server" {
+		ctx = context.Background() // it goes last, by its end
+	}
 	cmd := exec.CommandContext(ctx, self)
 	cmd.Env = append(os.Environ(), roleVariable+"="+role)
 	cmd.Stderr = out
@@ -97,12 +100,7 @@ func spawn(ctx context.Context, out io.Writer, role string, l load) (*process, e
 		return nil, err
 	}
 	p := &process{cmd: cmd, in: in, out: json.NewDecoder(answers)}
-	cmd.Cancel = func() error {
-		if role == "server" {
-			return os.ErrProcessDone // end does it, when the bucket is gone
-		}
-		return in.Close()
-	}
+	cmd.Cancel = in.Close
 	cmd.WaitDelay = 10 * time.Second
 	if err := cmd.Start(); err != nil {
 		return nil, err

@@ -74,18 +74,17 @@ func main() {
 
 // load is what there is to do. It travels to the child processes.
 type load struct {
-	URL, Bucket           string
-	Watchers, Keys, Size  int
-	Cost, Timeout         time.Duration
-	Foreign               bool // the bucket is somebody else's: its keys and values are not known
-	OwnServer, OwnProcess bool
+	URL, Bucket          string
+	Watchers, Keys, Size int
+	Cost, Timeout        time.Duration
+	Foreign              bool // the bucket is somebody else's: its keys and values are not known
 }
 
 // runPaced runs the load in this process.
 func runPaced(ctx context.Context, out io.Writer, l load) error {
 	slow := func() (int, error) { return unknown, nil }
-	l.OwnServer = l.URL == ""
-	if l.OwnServer {
+	own := l.URL == ""
+	if own {
 		srv, err := testserver.Run(testserver.Options{Listen: true})
 		if err != nil {
 			return err
@@ -107,7 +106,7 @@ func runPaced(ctx context.Context, out io.Writer, l load) error {
 		return err
 	}
 	table(out, r)
-	if l.OwnServer {
+	if own {
 		fmt.Fprintln(out, "\nThe heap is that of client and server together; -compare separates them.")
 	}
 	return r.err()
