@@ -193,3 +193,36 @@ func TestNoAllocationPerMessage(t *testing.T) {
 		s.leave()
 	}
 }
+
+// A list that is made anew takes a new boundary: with every subject rewritten
+// and the consumer lost in the middle of it, none is missing.
+func TestListTakesItsBoundaryAnew(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", quietly())
+		r.stream(jetstream.StreamConfig{MaxMsgsPerSubject: 5})
+		const subjects = 20
+		write := func() {
+			for i := range subjects {
+				r.publish(fmt.Sprintf("s.%d", i), 1)
+			}
+		}
+		write()
+		seen := map[string]bool{}
+		for m, err := range Ordered(t.Context(), r.js, OrderedConfig{
+			Stream: "S", DeliverPolicy: jetstream.DeliverLastPerSubjectPolicy, UntilCaughtUp: true, MaxMessages: 2,
+		}) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(seen) == 0 {
+				write()
+				deleteConsumers(r)
+			}
+			seen[m.Subject()] = true
+		}
+		if len(seen) != subjects {
+			t.Errorf("%d subjects of %d", len(seen), subjects)
+		}
+		r.wantClean()
+	})
+}
