@@ -21,6 +21,11 @@ import (
 //     [ErrStreamRecreated]. Decide whether to make it again and where to start.
 //   - Messages are gone that the reader has not seen: [*GapError]. A handle
 //     goes on behind the gap with its next range.
+//   - The consumer of [Consume] is gone: jetstream.ErrConsumerDeleted. What it
+//     knew of acknowledgements went with it; decide where a new one starts, or
+//     choose DeletedRecreate.
+//   - An acknowledgement was not confirmed ([ConsumeConfig].ConfirmAcks):
+//     [*AckError]. The message may be delivered again.
 //   - The connection is closed for good: nats.ErrConnectionClosed. Connect anew.
 //   - It did not work often enough: the last error of the first subscribe after
 //     five attempts, or of a rebuild after [Tuning].MaxAttempts. Try later.
@@ -33,6 +38,10 @@ var (
 
 	// ErrInUse ends a range over a handle that is already being ranged over.
 	ErrInUse = errors.New("paced: the handle is already being ranged over")
+
+	// ErrAckDeadline is the reason why a message can no longer be given back or
+	// kept: AckWait has passed and the server has taken it back.
+	ErrAckDeadline = errors.New("AckWait has passed")
 
 	// ErrStreamRecreated ends a sequence whose stream is not the one it was
 	// reading: it was deleted and made anew, or replaced by an older copy of
@@ -64,6 +73,22 @@ type GapError struct {
 func (e *GapError) Error() string {
 	return fmt.Sprintf("paced: stream %s: sequences %d to %d were removed before they were read", e.Stream, e.From, e.To)
 }
+
+// AckError says that a message could not be settled. Under errors.Is it is its
+// reason: jetstream.ErrMsgAlreadyAckd for a second settlement, [ErrAckDeadline]
+// for one that comes too late, or the connection's error. It ends a sequence
+// with ConfirmAcks whose outcome is unknown.
+type AckError struct {
+	Sequence uint64 // stream sequence of the message
+	where    string
+	reason   error
+}
+
+func (e *AckError) Error() string {
+	return fmt.Sprintf("paced: %s: settling sequence %d: %v", e.where, e.Sequence, e.reason)
+}
+
+func (e *AckError) Unwrap() error { return e.reason }
 
 // StatusError is a status that the server sent in answer to a pull, in its own
 // words (nats-server consumer.go, the "NATS/1.0" headers).
@@ -118,5 +143,7 @@ var (
 	errBehind     = errors.New("the stream ends in front of the position")
 	errNotYet     = errors.New("the connection is not up")
 	errNoAnswer   = errors.New("no answer in time")
+	errOverflow   = errors.New("more pulls than the consumer's MaxWaiting")
+	errMissing    = errors.New("the consumer is missing")
 	errNotMissing = errors.New("consumer name in use with another configuration")
 )

@@ -51,19 +51,32 @@ func (l *loop) message(m *nats.Msg) directive {
 	l.pace.saw(size)
 	l.early, l.confirms, l.doubt, l.asleep, l.list.beats = 0, 0, 0, 0, 0
 	l.oversize, l.alive, l.recheck = false, true, time.Time{}
-	k, reason := l.pos.receive(a)
-	if l.list.active {
-		l.list.received(l.pos.cseq)
+	if l.work == nil {
+		k, reason := l.pos.receive(a)
+		if l.list.active {
+			l.list.received(l.pos.cseq)
+		}
+		if k != deliver {
+			return directive{kind: k, reason: reason}
+		}
 	}
-	if k != deliver {
-		return directive{kind: k, reason: reason}
-	}
-	return directive{kind: deliver, msg: Msg{
+	d := directive{kind: deliver, msg: Msg{
 		m: m, gen: l.gen,
 		seq: a.Stream, cseq: a.Consumer,
 		pending: a.Pending, stored: a.Time,
 		delivered: uint32(min(a.Delivered, 1<<32-1)),
 	}}
+	if l.work == nil {
+		return d
+	}
+	// It was sent after its pull, and after the inbox was last found empty but
+	// for the way it took.
+	l.pos.pending = a.Pending
+	base := l.empty.Add(-l.pace.rtt())
+	if s != nil && s.sent.After(base) {
+		base = s.sent
+	}
+	return l.work.receive(d.msg, base)
 }
 
 // first measures the round trip of a pull that was sent with messages known to
@@ -96,6 +109,13 @@ func (l *loop) status(m *nats.Msg) directive {
 		if !ok1 || !ok2 {
 			return directive{kind: skip}
 		}
+		if l.work != nil {
+			l.alive = true
+			if s.confirm && s.got == 0 {
+				return l.emptied()
+			}
+			return directive{kind: skip}
+		}
 		if l.doubt > 0 {
 			// Asleep with a message in hand the server has scanned past it
 			// and heartbeats only because it was asked (consumer.go:3653).
@@ -113,6 +133,9 @@ func (l *loop) status(m *nats.Msg) directive {
 		return directive{kind: k, reason: reason}
 	}
 	d := judge(code, description)
+	if l.work != nil && description == statusConsumerDeleted {
+		l.work.told = true
+	}
 	if d.kind == pullOver && l.list.active {
 		if k, reason := l.list.ended(s, &l.in, description); k == restart {
 			return directive{kind: k, reason: reason}
@@ -152,6 +175,9 @@ func (l *loop) status(m *nats.Msg) directive {
 		return d
 	}
 	l.in.terminated(s, undelivered, time.Now(), max(2*s.heartbeat, time.Second))
+	if l.work != nil && s.confirm && empty {
+		return l.emptied()
+	}
 	return d
 }
 

@@ -58,6 +58,10 @@ type loop struct {
 	pos       position
 	vet       vet
 	list      listing
+	work      *work         // explicit ack only
+	gather    *gather       // Batches only
+	bell      chan struct{} // rings when something was settled, or Drain was called
+	empty     time.Time     // when the inbox was last found empty
 
 	born      uint64 // messages pending when the consumer was made
 	rounds    int    // times the end was read again
@@ -133,7 +137,11 @@ type pullLimits struct {
 	expires      time.Duration
 }
 
-var errFinished = errors.New("finished") // never leaves run
+// Both never leave run.
+var (
+	errFinished = errors.New("finished")
+	errLeft     = errors.New("the body left")
+)
 
 func newLoop(ctx context.Context, k *link, s *share) *loop {
 	l := &loop{
@@ -170,10 +178,17 @@ func (l *loop) run(yield func(Msg, error) bool) {
 		case errors.As(reason, &again):
 			reason = again.reason
 			l.drop()
+		case reason == errLeft:
+			return
 		case reason == errFinished:
+			l.gather.flush(l)
 			return
 		default:
-			yield(Msg{}, reason)
+			// A done context is looked at first: what was gathered is not
+			// yielded any more.
+			if l.ctx.Err() != nil || l.gather.flush(l) {
+				yield(Msg{}, reason)
+			}
 			return
 		}
 	}
@@ -208,6 +223,14 @@ func (l *loop) drain(yield func(Msg, error) bool) error {
 			if err := l.vetNow(); err != nil {
 				return err
 			}
+		}
+		if l.work != nil {
+			if err := l.work.books.failed.Load(); err != nil {
+				return err
+			}
+		}
+		if !l.gather.tick(l) {
+			return nil
 		}
 		if err := l.milestones(); err != nil {
 			return err
@@ -262,16 +285,29 @@ func (l *loop) drain(yield func(Msg, error) bool) error {
 				l.handled++
 				continue
 			}
-			if l.lis.Handled == nil {
-				if !yield(d.msg, nil) {
+			if l.gather != nil {
+				if !l.gather.add(l, d.msg) {
 					return nil
 				}
-			} else {
-				start := time.Now()
-				more := yield(d.msg, nil)
-				if !more {
-					return nil
-				}
+				l.handled++
+				l.quiet = time.Time{}
+				continue
+			}
+			if l.work != nil {
+				l.work.given()
+				l.work.keeper.body(true)
+			}
+			start := time.Time{}
+			if l.lis.Handled != nil {
+				start = time.Now()
+			}
+			if !yield(d.msg, nil) {
+				return nil
+			}
+			if l.work != nil {
+				l.work.keeper.body(false)
+			}
+			if l.lis.Handled != nil {
 				l.lis.Handled(d.msg.seq, d.msg.Subject(), time.Since(start))
 			}
 			l.handled++
@@ -292,6 +328,9 @@ func (l *loop) yielded(m *Msg) {
 	m.replay = m.seq <= l.target
 	if l.recipe.rereads {
 		m.replay = !l.caught
+	}
+	if l.work != nil {
+		m.replay = false
 	}
 	l.pos.yielded(m.seq)
 	size := m.m.Size()
@@ -391,7 +430,7 @@ func (l *loop) errorf(reason error) error {
 		return reason
 	}
 	where := l.where
-	if l.gen != nil {
+	if l.gen != nil && l.work == nil {
 		where += ", consumer " + l.gen.consumer
 	}
 	if l.pos.at > 0 {
@@ -421,6 +460,19 @@ func (l *loop) wait() directive {
 		}
 	}
 	due := now.Add(time.Hour)
+	if l.work != nil {
+		l.empty = now
+		if t := l.work.tend(l, now); !t.IsZero() {
+			due = t
+		}
+	}
+	if l.draining() {
+		if t := l.drainPulls(now); l.over || !t.After(now) {
+			return directive{kind: skip}
+		} else if t.Before(due) {
+			due = t
+		}
+	}
 	if l.up {
 		if d := l.overdue(now); d.kind != skip {
 			return d
@@ -431,7 +483,12 @@ func (l *loop) wait() directive {
 		if d := l.confirm(now); d.kind != skip {
 			return d
 		}
-		due = l.due(now)
+		if t := l.due(now); t.Before(due) {
+			due = t
+		}
+	}
+	if l.gather.due(&due) && !due.After(now) {
+		return directive{kind: skip}
 	}
 	l.post()
 	if l.in.head < len(l.in.back) {
@@ -442,15 +499,23 @@ func (l *loop) wait() directive {
 	}
 	l.arm(due)
 	var d directive
+	l.park(true)
 	select {
 	case m := <-l.in.ch:
+		l.park(false)
 		d = l.interpret(m)
 	case s := <-l.link.events:
+		l.park(false)
 		l.event(s)
 	case <-l.share.doorbell():
+		l.park(false)
+	case <-l.bell:
+		l.park(false)
 	case <-l.timer.C:
+		l.park(false)
 		l.armed = time.Time{}
 	case <-l.done:
+		l.park(false)
 	}
 	l.stretch = time.Now()
 	return d
@@ -470,6 +535,9 @@ func (l *loop) arm(due time.Time) {
 // fold adds the stretch of body work that ends now to the averages.
 func (l *loop) fold(now time.Time) {
 	if l.handled > 0 {
+		if l.work != nil {
+			l.work.body = now.Sub(l.stretch) / time.Duration(l.handled)
+		}
 		l.pace.handled(l.handled, now.Sub(l.stretch), l.taken)
 		l.handled, l.taken = 0, 0
 	}
@@ -493,6 +561,12 @@ func (l *loop) post() {
 		s.LookAhead = l.pace.lookAhead()
 		s.BodyTime = time.Duration(l.pace.body.value)
 		s.RoundTrip = l.pace.rtt()
+		if l.work != nil {
+			s.Unsettled = int(l.work.books.open.Load())
+			s.UnsettledSince = l.work.oldest
+			s.Expired += l.work.expired
+			l.work.expired = 0
+		}
 		l.n.messages, l.n.bytes, l.n.pulls = 0, 0, 0
 	})
 }
@@ -503,6 +577,9 @@ func (l *loop) post() {
 // holds its lock while it dials.
 func (l *loop) leave() {
 	l.timer.Stop()
+	if l.work != nil {
+		l.work.keeper.halt()
+	}
 	if l.onLeave != nil {
 		l.onLeave()
 	}
@@ -516,12 +593,16 @@ func (l *loop) leave() {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		l.clean()
+		l.clean(up)
 	}()
 	if !up {
 		return
 	}
-	limit := time.NewTimer(exitTime)
+	wait := exitTime
+	if l.work != nil {
+		wait = exitHandBack
+	}
+	limit := time.NewTimer(wait)
 	defer limit.Stop()
 	select {
 	case <-done:
@@ -533,8 +614,14 @@ func (l *loop) leave() {
 const exitTime = 50 * time.Millisecond
 
 // clean removes subscriptions, listener and consumer.
-func (l *loop) clean() {
-	if l.making && l.in.ch != nil {
+func (l *loop) clean(up bool) {
+	if l.work != nil {
+		l.work.keeper.join()
+		if up && l.in.ch != nil && l.gen != nil {
+			l.handBack()
+		}
+	}
+	if l.making && l.name != "" && l.in.ch != nil {
 		// The create is on its way, and a delete could overtake it: API
 		// requests run in a pool with two queues (jetstream_api.go:1020).
 		limit := time.NewTimer(exitTime)
@@ -558,7 +645,15 @@ func (l *loop) clean() {
 
 // drop closes the generation that was lost.
 func (l *loop) drop() {
-	l.in.close()
+	if l.work == nil {
+		l.in.close()
+	} else if !l.up || l.giveUp(0, 1) != nil {
+		// Still ours: what has arrived. The rest of what was owed is not
+		// counted on.
+		for i := range l.in.slots {
+			l.in.giveUp(i)
+		}
+	}
 	l.vet, l.beside = vet{}, beside{}
 	l.leaveLine()
 	l.post()
@@ -566,5 +661,7 @@ func (l *loop) drop() {
 		l.litter = append(l.litter, l.name)
 		l.name = ""
 	}
-	l.gen = nil
+	if l.work == nil {
+		l.gen = nil // a durable consumer keeps its name, and what waits is its
+	}
 }

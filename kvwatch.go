@@ -328,20 +328,31 @@ func (w *Watcher) Updates(ctx context.Context) iter.Seq2[Entry, error] {
 	return w.sequence(ctx, false)
 }
 
+// Batches returns what Updates does, up to n entries at a time, see
+// [OrderedConsumer.Batches].
+func (w *Watcher) Batches(ctx context.Context, n int, wait time.Duration) iter.Seq2[[]Entry, error] {
+	return batches(n, wait, w.reader.cfg.MaxMessages, func(g *gather, yield func(Msg, error) bool) { w.run(ctx, false, g, yield) },
+		func(m Msg) Entry { return Entry{m} })
+}
+
 // Stats returns a picture of the loop. It may be called from any goroutine.
 func (w *Watcher) Stats() Stats { return w.board.read() }
 
 func (w *Watcher) sequence(ctx context.Context, finite bool) iter.Seq2[Entry, error] {
 	return func(yield func(Entry, error) bool) {
-		if !w.inUse.CompareAndSwap(false, true) {
-			yield(Entry{}, ErrInUse)
-			return
-		}
-		defer w.inUse.Store(false)
-		r := w.reader
-		r.finite, r.board, r.where = finite, &w.board, &w.where
-		r.run(ctx, w.js, func(m Msg, err error) bool { return yield(Entry{m}, err) })
+		w.run(ctx, finite, nil, func(m Msg, err error) bool { return yield(Entry{m}, err) })
 	}
+}
+
+func (w *Watcher) run(ctx context.Context, finite bool, g *gather, yield func(Msg, error) bool) {
+	if !w.inUse.CompareAndSwap(false, true) {
+		yield(Msg{}, ErrInUse)
+		return
+	}
+	defer w.inUse.Store(false)
+	r := w.reader
+	r.finite, r.gather, r.board, r.where = finite, g, &w.board, &w.where
+	r.run(ctx, w.js, yield)
 }
 
 // settled decides, with everything up to the target received, whether a list of

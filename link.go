@@ -17,7 +17,11 @@ import (
 type link struct {
 	subscribe   func(subject string, ch chan *nats.Msg) (*nats.Subscription, error)
 	unsubscribe func(*nats.Subscription)
-	publish     func(subject, reply string, data []byte) error
+	// drain ends the interest and keeps what is still on the wire: it has
+	// arrived when a barrier behind it returns.
+	drain   func(*nats.Subscription)
+	publish func(subject, reply string, data []byte) error
+	request func(ctx context.Context, subject string, data []byte) (*nats.Msg, error)
 	// barrier returns when the server has read everything published before.
 	barrier    func(ctx context.Context) error
 	lastError  func() error
@@ -41,14 +45,21 @@ func newLink(nc *nats.Conn) *link {
 		// bounds the channel is the credit.
 		subscribe:   nc.ChanSubscribe,
 		unsubscribe: func(s *nats.Subscription) { _ = s.Unsubscribe() },
-		publish:     nc.PublishRequest,
-		barrier:     nc.FlushWithContext,
-		lastError:   nc.LastError,
-		status:      nc.Status,
-		stats:       nc.Stats,
-		newInbox:    nc.NewInbox,
-		maxPayload:  func() int { return int(nc.MaxPayload()) },
-		reconnect:   nc.ForceReconnect,
+		drain:       func(s *nats.Subscription) { _ = s.Drain() },
+		publish: func(subject, reply string, data []byte) error {
+			if reply == "" {
+				return nc.Publish(subject, data)
+			}
+			return nc.PublishRequest(subject, reply, data)
+		},
+		request:    nc.RequestWithContext,
+		barrier:    nc.FlushWithContext,
+		lastError:  nc.LastError,
+		status:     nc.Status,
+		stats:      nc.Stats,
+		newInbox:   nc.NewInbox,
+		maxPayload: func() int { return int(nc.MaxPayload()) },
+		reconnect:  nc.ForceReconnect,
 		report: func(err error) {
 			if h := nc.ErrorHandler(); h != nil {
 				h(nc, nil, err)
@@ -146,10 +157,8 @@ func (l *loop) move() error {
 	if l.pos.cseq == 0 && !l.exact {
 		return &rebuild{errReset}
 	}
-	for i := range l.in.slots {
-		if err := l.giveUp(i); err != nil {
-			return &rebuild{err}
-		}
+	if err := l.giveUp(0, 1); err != nil {
+		return l.orRebuild(err)
 	}
 	l.quiet, l.greeted = time.Time{}, false
 	l.notBefore = time.Time{}

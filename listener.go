@@ -31,6 +31,10 @@ type Listener struct {
 	// CaughtUp: what was present when the range began has been yielded.
 	// sequence is the stream's last sequence then. Once per range.
 	CaughtUp func(sequence uint64)
+	// HandedBack: a loop over [Consume] that was left gave n messages back
+	// that had arrived and that the body has not seen. Called by the clean-up,
+	// which may outlast the loop.
+	HandedBack func(n int)
 }
 
 // Listeners makes one listener of several: each event goes to all of them in
@@ -83,6 +87,13 @@ func Listeners(ls ...*Listener) *Listener {
 			for _, l := range ls {
 				if l != nil && l.CaughtUp != nil {
 					l.CaughtUp(sequence)
+				}
+			}
+		},
+		HandedBack: func(n int) {
+			for _, l := range ls {
+				if l != nil && l.HandedBack != nil {
+					l.HandedBack(n)
 				}
 			}
 		},

@@ -40,7 +40,7 @@ func TestListEnded(t *testing.T) {
 		{"a pull of another kind", slot{role: plain, serial: 2}, slot{open: true, role: rescue, serial: 1}, false, statusRequestTimeout, restart},
 	} {
 		g := listing{active: true, certain: tc.certain}
-		in := inbox{slots: [2]slot{tc.main, tc.rescue}}
+		in := inbox{slots: [4]slot{tc.main, tc.rescue}}
 		if k, _ := g.ended(&tc.main, &in, tc.description); k != tc.want {
 			t.Errorf("%s: %v, want %v", tc.name, k, tc.want)
 		}

@@ -26,6 +26,7 @@ type Position struct {
 type Msg struct {
 	m         *nats.Msg
 	gen       *generation
+	claim     *claim // explicit ack only
 	seq       uint64
 	cseq      uint64
 	pending   uint64
@@ -102,29 +103,76 @@ func (m Msg) Metadata() (*jetstream.MsgMetadata, error) {
 	return meta, nil
 }
 
-// Ack, like the other settling methods, does nothing and returns nil on a
-// message of an ack-none reader: there is nothing to settle.
-func (m Msg) Ack() error { return m.settle() }
-
-// DoubleAck does nothing on an ack-none reader.
-func (m Msg) DoubleAck(context.Context) error { return m.settle() }
-
-// Nak does nothing on an ack-none reader.
-func (m Msg) Nak() error { return m.settle() }
-
-// NakWithDelay does nothing on an ack-none reader.
-func (m Msg) NakWithDelay(time.Duration) error { return m.settle() }
-
-// InProgress does nothing on an ack-none reader.
-func (m Msg) InProgress() error { return m.settle() }
-
-// Term does nothing on an ack-none reader.
-func (m Msg) Term() error { return m.settle() }
-
-// TermWithReason does nothing on an ack-none reader.
-func (m Msg) TermWithReason(string) error { return m.settle() }
-
-func (m Msg) settle() error {
-	_ = m.m.Reply // a zero Msg panics here as everywhere
+// Ack acknowledges the message: it is done and will not be delivered again. It
+// returns when the acknowledgement is sent, or, with
+// [ConsumeConfig].ConfirmAcks, when the server has it.
+//
+// On a message of an ack-none reader ([Ordered], [Watch]) this and the other
+// settling methods do nothing and return nil. Otherwise a message is settled
+// once: later tries, on any copy of it, return an [*AckError] that is
+// jetstream.ErrMsgAlreadyAckd. One that could not be sent may be tried again.
+// Settling works from any goroutine and after the loop has ended.
+func (m Msg) Ack() error {
+	if c := m.settles(); c != nil {
+		return c.ack()
+	}
 	return nil
+}
+
+// DoubleAck acknowledges the message and waits until the server has it or ctx
+// is done, by default for 5 seconds.
+func (m Msg) DoubleAck(ctx context.Context) error {
+	if c := m.settles(); c != nil {
+		return c.doubleAck(ctx)
+	}
+	return nil
+}
+
+// Nak gives the message back: it is delivered again at once. After
+// [Msg.AckDeadline] the server has taken it back already, and the error is
+// [ErrAckDeadline].
+func (m Msg) Nak() error { return m.NakWithDelay(0) }
+
+// NakWithDelay gives the message back: it is delivered again after delay.
+func (m Msg) NakWithDelay(delay time.Duration) error {
+	if c := m.settles(); c != nil {
+		return c.nak(delay)
+	}
+	return nil
+}
+
+// InProgress asks the server to count AckWait anew. It does not settle the
+// message and may be called often.
+func (m Msg) InProgress() error {
+	if c := m.settles(); c != nil {
+		return c.progress()
+	}
+	return nil
+}
+
+// Term says that the message cannot be handled: it will not be delivered again.
+func (m Msg) Term() error { return m.TermWithReason("") }
+
+// TermWithReason is Term with a reason that the server puts into its advisory.
+func (m Msg) TermWithReason(reason string) error {
+	if c := m.settles(); c != nil {
+		return c.term(reason)
+	}
+	return nil
+}
+
+// AckDeadline returns when the server will take the message back and deliver it
+// again unless it is settled: AckWait, or the backoff of this delivery, after
+// the earliest moment at which it can have been sent. It moves with
+// [Msg.InProgress]. It is zero for an ack-none reader.
+func (m Msg) AckDeadline() time.Time {
+	if c := m.settles(); c != nil {
+		return c.deadline()
+	}
+	return time.Time{}
+}
+
+func (m Msg) settles() *claim {
+	_ = m.m.Reply // a zero Msg panics here as everywhere
+	return m.claim
 }

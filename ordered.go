@@ -102,20 +102,33 @@ func (c *OrderedConsumer) Messages(ctx context.Context) iter.Seq2[Msg, error] {
 	return c.sequence(ctx, false)
 }
 
+// Batches returns what Messages does, up to n messages at a time. A batch ends
+// when it has n messages or MaxBytes, or when wait has passed since the body was
+// last back; then it comes even if it is empty, so that the loop can keep time.
+// It is handled as a whole and its slice is the caller's: a range goes on behind
+// the last batch yielded. n is from 1 to MaxMessages. While a consumer is being
+// made a batch can be late by as long as a request takes.
+func (c *OrderedConsumer) Batches(ctx context.Context, n int, wait time.Duration) iter.Seq2[[]Msg, error] {
+	return batches(n, wait, c.cfg.MaxMessages, func(g *gather, yield func(Msg, error) bool) { c.run(ctx, false, g, yield) },
+		func(m Msg) Msg { return m })
+}
+
 // Stats returns a picture of the loop. It may be called from any goroutine,
 // also while no range runs.
 func (c *OrderedConsumer) Stats() Stats { return c.board.read() }
 
 func (c *OrderedConsumer) sequence(ctx context.Context, finite bool) iter.Seq2[Msg, error] {
-	return func(yield func(Msg, error) bool) {
-		if !c.inUse.CompareAndSwap(false, true) {
-			yield(Msg{}, ErrInUse)
-			return
-		}
-		defer c.inUse.Store(false)
-		r := reader{cfg: &c.cfg, finite: finite, board: &c.board, where: &c.where}
-		r.run(ctx, c.js, yield)
+	return func(yield func(Msg, error) bool) { c.run(ctx, finite, nil, yield) }
+}
+
+func (c *OrderedConsumer) run(ctx context.Context, finite bool, g *gather, yield func(Msg, error) bool) {
+	if !c.inUse.CompareAndSwap(false, true) {
+		yield(Msg{}, ErrInUse)
+		return
 	}
+	defer c.inUse.Store(false)
+	r := reader{cfg: &c.cfg, finite: finite, gather: g, board: &c.board, where: &c.where}
+	r.run(ctx, c.js, yield)
 }
 
 // reader is one range over an ordered sequence: the recipe that the loop runs
@@ -125,6 +138,7 @@ type reader struct {
 	kv         *bucketReader // nil: no bucket
 	filters    []string      // subjects wanted, once the stream is known
 	finite     bool
+	gather     *gather
 	board      *board
 	where      *bookmark
 	api        string
@@ -162,7 +176,7 @@ func (r *reader) prepare(l *loop) {
 	l.stream = c.Stream
 	l.apiPrefix = r.api
 	l.tuning, l.lis, l.board = c.Tuning, c.Listener, r.board
-	l.maxMessages, l.maxBytes = c.MaxMessages, c.MaxBytes
+	l.maxMessages, l.maxBytes, l.gather = c.MaxMessages, c.MaxBytes, r.gather
 	l.pace = newPacer(c.MaxMessages, startCredit, c.Tuning.LookAhead)
 	l.until = c.UntilSeq
 	if c.UntilTime != nil {
@@ -186,8 +200,8 @@ func (r *reader) prepare(l *loop) {
 		l.pos.held = w.held
 		l.onLeave = func() {
 			if l.serial > 0 {
-				*w = bookmark{set: true, at: l.pos.at, held: l.pos.held, created: r.created}
-				if c.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy && l.list.done {
+				*w = bookmark{set: true, at: l.seenUpTo(), held: l.pos.held, created: r.created}
+				if c.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy && l.list.done && w.at == l.pos.at {
 					w.listed, w.at = true, max(w.at, l.list.boundary)
 				}
 			}
@@ -257,6 +271,10 @@ func (r *reader) make(l *loop, cc jetstream.ConsumerConfig) (*jetstream.Consumer
 	}
 	info, err := l.consumerCreate(l.api(subject), consumerCreate{Stream: r.cfg.Stream, Config: cc, Action: "create"})
 	if err != nil {
+		if errors.Is(err, errNotMissing) {
+			l.litter, l.name = append(l.litter, l.name), ""
+			l.skipped++ // a delete could overtake a create of that name
+		}
 		if api, ok := errors.AsType[*jetstream.APIError](err); ok && group && api.Code == 400 && !transient(err) {
 			l.list.certain = true
 			return r.make(l, cc)
@@ -311,12 +329,17 @@ func (r *reader) meet(l *loop, info *jetstream.StreamInfo) error {
 	}
 	l.pos.whole = len(r.filters) == 0 && r.cfg.DeliverPolicy != jetstream.DeliverLastPerSubjectPolicy
 	l.target = info.State.LastSeq
-	l.maxMessage = l.link.maxPayload()
-	if n := int(info.Config.MaxMsgSize); n > 0 {
-		l.maxMessage = min(l.maxMessage, n)
-	}
-	l.maxMessage += 4 << 10 // subject and reply count too
+	l.maxMessage = largest(l, info)
 	return nil
+}
+
+// largest returns the size of the largest message that the stream can hold.
+func largest(l *loop, info *jetstream.StreamInfo) int {
+	n := l.link.maxPayload()
+	if limit := int(info.Config.MaxMsgSize); limit > 0 {
+		n = min(n, limit)
+	}
+	return n + 4<<10 // subject and reply count too
 }
 
 // consumerConfig makes the configuration of the next generation from scratch:

@@ -24,6 +24,8 @@ const (
 type pacer struct {
 	limit  int           // MaxMessages
 	fixed  time.Duration // Tuning.LookAhead; 0: measured from the round trip
+	most   time.Duration // the look-ahead is at most this; 0: no bound
+	start  int           // the credit to begin with
 	asked  bool          // the start credit was used
 	credit int           // messages that may be asked for and not yet handed to the body
 	body   average       // nanoseconds per message
@@ -50,7 +52,7 @@ func (a *average) add(v float64, n int) {
 }
 
 func newPacer(limit, start int, lookAhead time.Duration) pacer {
-	return pacer{limit: limit, fixed: lookAhead, credit: min(start, limit)}
+	return pacer{limit: limit, fixed: lookAhead, start: start, credit: min(start, limit)}
 }
 
 // roundTrip notes one measured round trip. The least of the last eight counts:
@@ -73,10 +75,14 @@ func (p *pacer) rtt() time.Duration {
 
 // lookAhead is how much of the body's work is kept waiting.
 func (p *pacer) lookAhead() time.Duration {
-	if p.fixed > 0 {
-		return p.fixed
+	d := p.fixed
+	if d == 0 {
+		d = defaultLookAhead + 2*p.rtt()
 	}
-	return defaultLookAhead + 2*p.rtt()
+	if p.most > 0 {
+		d = min(d, p.most)
+	}
+	return d
 }
 
 // handled notes that the body spent work on n messages of bytes in all.
@@ -109,7 +115,7 @@ func (p *pacer) adjust(pending uint64) int {
 		most *= 2
 	}
 	p.asked = true
-	p.credit = max(1, min(target, max(most, min(startCredit, p.limit))))
+	p.credit = max(1, min(target, max(most, min(p.start, p.limit))))
 	// The largest message counts for a while, not for ever.
 	p.large -= (p.large - p.meanSize()) / 16
 	return p.credit

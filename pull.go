@@ -39,7 +39,13 @@ func (l *loop) overdue(now time.Time) directive {
 	}
 	for i := range l.in.slots {
 		s := &l.in.slots[i]
-		if !s.open {
+		if i >= fades(0) && s.sub != nil && !s.young(now) {
+			if err := l.giveUp(i); err != nil {
+				return directive{kind: restart, reason: err}
+			}
+			continue
+		}
+		if !s.open || i >= fades(0) {
 			continue
 		}
 		late := !now.Before(s.deadline)
@@ -54,6 +60,14 @@ func (l *loop) overdue(now time.Time) directive {
 			return directive{kind: pullOver}
 		case s.ended:
 			// What it owed was lost; the consumer sequence will show it.
+			if err := l.giveUp(i); err != nil {
+				return directive{kind: restart, reason: err}
+			}
+			return directive{kind: pullOver}
+		case l.work != nil && !late && l.in.slots[1-i].open && now.Before(l.in.slots[1-i].heard.Add(l.silence(s))):
+			// The other one is served: there was no room for this one.
+			l.in.use = 1
+			l.failed(errOverflow)
 			if err := l.giveUp(i); err != nil {
 				return directive{kind: restart, reason: err}
 			}
@@ -98,6 +112,9 @@ func (l *loop) due(now time.Time) time.Time {
 			continue
 		}
 		at := s.deadline
+		if i >= fades(0) {
+			at = s.sent.Add(youth)
+		}
 		if silent := l.base(s).Add(l.silence(s)); !s.ended && !s.confirm && silent.Before(at) {
 			at = silent
 		}
@@ -164,13 +181,17 @@ func (l *loop) confirm(now time.Time) directive {
 		life <<= min(l.confirms-4, 12)
 	}
 	life = min(life, l.tuning.expires(true))
-	if l.in.free() < 0 || l.in.owed >= l.maxMessages {
+	full := l.in.free() < 0 || l.credit() <= 0
+	if full && l.work != nil {
+		return directive{kind: skip} // nothing can be shown before something is settled
+	}
+	if full {
 		// Every message that may be asked for is asked for, and not coming.
 		l.confirms++
 		l.nextConfirm = now.Add(life)
 		return l.locate()
 	}
-	w := pullSpec{batch: max(1, min(l.pace.credit, l.maxMessages)-l.in.owed), heartbeat: max(confirmHeartbeat, life/16), expires: life, confirm: true}
+	w := pullSpec{batch: max(1, min(l.pace.credit-l.in.owed, l.credit())), heartbeat: max(confirmHeartbeat, life/16), expires: life, confirm: true}
 	if l.list.active {
 		return l.askList(now, w)
 	}
@@ -181,7 +202,7 @@ func (l *loop) confirm(now time.Time) directive {
 // called with the body back: in front of the next body, so that the answer
 // travels while it runs, and when the loop is about to park.
 func (l *loop) ask() directive {
-	owed := l.in.owed
+	owed := l.in.owed - l.in.fading()
 	if l.list.active {
 		owed-- // the rescue's one does not count
 	}
@@ -195,7 +216,28 @@ func (l *loop) ask() directive {
 	l.fold(now)
 	credit := l.pace.adjust(l.pos.pending)
 	l.low = credit / 2
+	if l.gather != nil {
+		credit = max(credit, l.gather.n-len(l.gather.held))
+	}
+	if l.work != nil {
+		if l.draining() {
+			return directive{kind: skip}
+		}
+		if !l.work.ahead() {
+			credit, l.low = 1, -1
+		}
+		if l.work.stale(now) {
+			if ci, err := l.consumerInfo(l.gen.consumer); err == nil {
+				l.work.refresh(ci)
+			}
+		}
+	}
 	batch := credit - l.in.owed
+	if l.work != nil || l.gather != nil {
+		if batch = min(credit-owed, l.credit()); batch <= 0 {
+			return directive{kind: skip}
+		}
+	}
 	if l.line.need > 0 {
 		// What the line gives is to be used at once, also if the reason to
 		// stand in it has gone.
@@ -211,6 +253,10 @@ func (l *loop) ask() directive {
 		if batch = min(batch, expected-l.in.owed); l.list.active {
 			batch = max(batch, 1) // askList knows better
 		}
+	} else if l.work != nil && expected > 0 {
+		// A pull that is filled is over: nothing has to be waited for on
+		// leaving.
+		batch = min(batch, expected-owed)
 	} else if expected == 0 && l.in.owed > credit/4 {
 		return directive{kind: skip} // idle: one slot, unless it is nearly used up
 	}
@@ -221,6 +267,18 @@ func (l *loop) ask() directive {
 		return l.askList(now, l.routine(batch))
 	}
 	return l.send(now, l.routine(batch))
+}
+
+// credit is how many messages may be asked for within the bounds.
+func (l *loop) credit() int {
+	n := l.maxMessages - l.in.owed
+	switch {
+	case l.work != nil:
+		n -= int(l.work.books.open.Load())
+	case l.gather != nil:
+		n -= len(l.gather.held)
+	}
+	return n
 }
 
 // routine is a pull with the usual life.
@@ -280,7 +338,7 @@ func (l *loop) send(now time.Time, w pullSpec) directive {
 		l.lis.PullIssued(p.Batch, p.MaxBytes)
 	}
 	if l.verifies {
-		l.in.verify(l.maxMessages, l.maxBytes)
+		l.in.verify(l.in.owed+l.credit(), l.maxBytes)
 	}
 	if !l.greeted && w.role != rescue {
 		return l.greet(before)
@@ -339,6 +397,9 @@ func (l *loop) reserve(p *wire.Pull, now time.Time, as role) (int, bool) {
 		return l.alone(p)
 	}
 	room := l.maxBytes - l.in.bytes
+	if l.gather != nil {
+		room -= l.gather.size
+	}
 	if l.limits.bytes > 0 {
 		room = min(room, l.limits.bytes)
 	}

@@ -52,7 +52,7 @@ func (a *apiError) answered() error {
 // of the former pass as well: too many consumers, and a name taken by one of
 // our own that is being deleted.
 func transient(err error) bool {
-	for _, final := range []error{nats.ErrPermissionViolation, nats.ErrConnectionClosed, ErrInvalidConfig, ErrStreamRecreated} {
+	for _, final := range []error{nats.ErrPermissionViolation, nats.ErrConnectionClosed, ErrInvalidConfig, ErrStreamRecreated, jetstream.ErrConsumerDeleted} {
 		if errors.Is(err, final) {
 			return false
 		}
@@ -206,18 +206,30 @@ func (l *loop) consumerCreate(subject string, req consumerCreate) (*jetstream.Co
 		return nil, err
 	}
 	l.making = false
+	return a.check()
+}
+
+func (a *consumerAnswer) check() (*jetstream.ConsumerInfo, error) {
 	if err := a.answered(); err != nil {
 		if a.Error.ErrorCode == jetstream.JSErrCodeConsumerExists {
 			err = fmt.Errorf("%w: %w", errNotMissing, err)
-			l.litter, l.name = append(l.litter, l.name), ""
-			l.skipped++ // a delete could overtake a create of that name
 		}
 		return nil, err
 	}
 	if a.ConsumerInfo == nil {
-		return nil, errors.New("empty answer to a consumer create request")
+		return nil, errors.New("empty answer to a consumer request")
 	}
 	return a.ConsumerInfo, nil
+}
+
+// consumerInfo asks for the consumer. The answer does not come through the
+// queue of data and statuses (stream.go:8580) and may overtake them.
+func (l *loop) consumerInfo(name string) (*jetstream.ConsumerInfo, error) {
+	var a consumerAnswer
+	if err := l.call(l.api("CONSUMER.INFO."+l.stream+"."+name), nil, &a); err != nil {
+		return nil, err
+	}
+	return a.check()
 }
 
 // probe asks whether the consumer is there. The answer is a barrier: what was
@@ -229,11 +241,7 @@ func (l *loop) probe() directive {
 	if l.recipe.replay {
 		l.doubt = len(l.in.slots)
 	}
-	var a consumerAnswer
-	err := l.call(l.api("CONSUMER.INFO."+l.gen.stream+"."+l.gen.consumer), nil, &a)
-	if err == nil {
-		err = a.answered()
-	}
+	info, err := l.consumerInfo(l.gen.consumer)
 	l.quiet = time.Time{} // the time this took was not spent listening
 	switch {
 	case l.ctx.Err() != nil || l.moved || l.closed || !l.up:
@@ -250,18 +258,19 @@ func (l *loop) probe() directive {
 			}
 		}
 		return directive{kind: restart, reason: errSilent}
-	case err != nil || a.ConsumerInfo == nil:
+	case err != nil:
 		// Not found, offline, not permitted to ask: a rebuild finds out.
-		return directive{kind: restart, reason: fmt.Errorf("%w: %w", errSilent, orNotFound(err))}
+		return directive{kind: restart, reason: fmt.Errorf("%w: %w", errSilent, err)}
 	case l.in.waiting() > arrived:
 		return directive{kind: skip} // it was only late
-	case a.Delivered.Consumer > l.pos.cseq && !again:
-		// Sent, and not here. The answer does not come through the queue of
-		// data and statuses (stream.go:8580), and on a busy server it overtakes
-		// them: asked again in a second, it is the truth.
+	case l.work != nil:
+		return l.unheard(info)
+	case info.Delivered.Consumer > l.pos.cseq && !again:
+		// Sent, and not here: the answer may have overtaken it. Asked again in
+		// a second, it is the truth.
 		l.recheck = time.Now().Add(time.Second)
 		return directive{kind: skip}
-	case a.Delivered.Consumer != l.pos.cseq:
+	case info.Delivered.Consumer != l.pos.cseq:
 		return directive{kind: restart, reason: errLostTail}
 	case l.recipe.replay:
 		// Keeping the original pace the server sleeps with a message in hand
@@ -282,10 +291,8 @@ func (l *loop) probe() directive {
 		return directive{kind: restart, reason: errReset}
 	}
 	l.failed(errSilent)
-	for i := range l.in.slots {
-		if err := l.giveUp(i); err != nil {
-			return directive{kind: restart, reason: err}
-		}
+	if err := l.giveUp(0, 1); err != nil {
+		return directive{kind: restart, reason: err}
 	}
 	return directive{kind: pullOver}
 }
@@ -297,21 +304,15 @@ func (l *loop) probe() directive {
 // which wakes the server up. Giving it up unasked would lose what a slow server
 // is about to send.
 func (l *loop) locate() directive {
-	var a consumerAnswer
-	err := l.call(l.api("CONSUMER.INFO."+l.gen.stream+"."+l.gen.consumer), nil, &a)
-	if err == nil {
-		err = a.answered()
-	}
-	if err != nil || a.ConsumerInfo == nil || l.in.waiting() > 0 || l.moved || !l.up {
+	info, err := l.consumerInfo(l.gen.consumer)
+	if err != nil || l.in.waiting() > 0 || l.moved || !l.up {
 		return directive{kind: skip} // silence tells the rest
 	}
-	if a.Delivered.Consumer != l.pos.cseq {
-		// Sent and not here yet: the answer does not come through the queue of
-		// data and statuses (stream.go:8580) and may overtake them.
-		return directive{kind: skip}
+	if info.Delivered.Consumer != l.pos.cseq {
+		return directive{kind: skip} // sent and not here yet
 	}
-	k, reason := l.pos.heard(a.Delivered.Consumer, a.Delivered.Stream)
-	if k == skip && a.NumPending == 0 && !l.pos.reached(l.target) {
+	k, reason := l.pos.heard(info.Delivered.Consumer, info.Delivered.Stream)
+	if k == skip && info.NumPending == 0 && !l.pos.reached(l.target) {
 		l.pos.pending = 0
 		l.nextConfirm = time.Time{}
 		if err := l.giveUp(l.in.oldest()); err != nil {
@@ -322,12 +323,41 @@ func (l *loop) locate() directive {
 	return directive{kind: k, reason: reason}
 }
 
-// giveUp drops a slot's inbox and with it the pull whose state is unknown.
-// Requests are answered through the first slot, so that what is out is asked
-// for again.
-func (l *loop) giveUp(i int) error {
-	l.in.giveUp(i)
-	if i > 0 {
+// giveUp drops the slots' inboxes and with them the pulls whose state is
+// unknown. Requests are answered through the first slot, so that what is out is
+// asked for again.
+//
+// Under explicit ack what is dropped on the way costs an attempt and AckWait.
+// So the interest is ended first and a barrier brings what was sent before; a
+// young pull is read until it is old enough.
+func (l *loop) giveUp(slots ...int) error {
+	now := time.Now()
+	var drained []int
+	first := false
+	for _, i := range slots {
+		s := &l.in.slots[i]
+		switch {
+		case s.sub == nil:
+			continue
+		case l.work == nil:
+			l.in.giveUp(i)
+		case i < fades(0) && s.young(now) && l.in.slots[fades(i)].sub == nil:
+			l.in.fade(i)
+		default:
+			l.link.drain(s.sub)
+			drained = append(drained, i)
+		}
+		first = first || i == 0
+	}
+	if len(drained) > 0 {
+		if err := l.barrier(l.link.lastError()); err != nil {
+			return err
+		}
+		for _, i := range drained {
+			l.in.abandon(i)
+		}
+	}
+	if !first {
 		return nil
 	}
 	l.beside = beside{}
@@ -347,13 +377,6 @@ func (l *loop) orRebuild(err error) error {
 		return newDoneError(l.ctx, l.where)
 	}
 	return &rebuild{err}
-}
-
-func orNotFound(err error) error {
-	if err == nil {
-		return jetstream.ErrConsumerNotFound
-	}
-	return err
 }
 
 // greet puts a barrier behind the first pull of a generation. A pull that the
@@ -469,6 +492,12 @@ func (l *loop) sleep(delay time.Duration, first, hasty bool) error {
 		if l.closed {
 			return l.errorf(nats.ErrConnectionClosed)
 		}
+		if l.draining() {
+			return errFinished
+		}
+		if !l.gather.tick(l) {
+			return errLeft
+		}
 		now := time.Now()
 		if hasty && l.up && l.moved {
 			until = now
@@ -477,20 +506,27 @@ func (l *loop) sleep(delay time.Duration, first, hasty bool) error {
 			l.moved = false // nothing is left of the old connection
 			return nil
 		}
+		due := now.Add(time.Hour)
 		switch {
 		case now.Before(until):
-			l.arm(until)
+			due = until
 		case first:
-			l.arm(giveUp)
-		default:
-			l.arm(now.Add(time.Hour))
+			due = giveUp
 		}
+		l.gather.due(&due)
+		l.arm(due)
+		l.park(true)
 		select {
 		case s := <-l.link.events:
+			l.park(false)
 			l.event(s)
+		case <-l.bell:
+			l.park(false)
 		case <-l.timer.C:
+			l.park(false)
 			l.armed = time.Time{}
 		case <-l.done:
+			l.park(false)
 		}
 	}
 }
@@ -501,7 +537,9 @@ func (l *loop) open() error {
 		l.patience = min(2*l.patience, maxRequestTimeout)
 		return errNotYet
 	}
-	l.in.close()
+	if l.work == nil {
+		l.in.close()
+	}
 	l.share.giveBack(l.in.spare)
 	l.in.spare = 0
 	beat, life := l.tuning.heartbeat(l.caught), l.tuning.expires(l.caught)
@@ -519,6 +557,9 @@ func (l *loop) open() error {
 	l.greeted, l.progress, l.oversize = false, false, false
 	l.early, l.confirms, l.recheck = 0, 0, time.Time{}
 	l.low, l.list.beats = 0, 0
+	if l.work != nil {
+		l.low = -1 // whether to ask ahead is decided with the first pull
+	}
 	l.board.update(func(s *Stats) {
 		s.Stream, s.Consumer, s.Generation = l.gen.stream, l.gen.consumer, l.gen.number
 		if l.gen.number > 1 {
@@ -529,5 +570,8 @@ func (l *loop) open() error {
 		l.lis.Subscribed(l.gen.consumer, l.gen.number)
 	}
 	l.stretch = time.Now()
+	if l.recipe.vet == nil {
+		return nil
+	}
 	return l.askVet()
 }

@@ -48,6 +48,34 @@ type slot struct {
 	grace     time.Time // not overdue before: see delayed
 }
 
+// fades is where slot i goes when its pull must still be read and another inbox
+// is needed.
+func fades(i int) int { return i + 2 }
+
+// youth is how long a server with leafnodes or gateways trusts a pull's inbox
+// although nobody listens to it any more (nats-server gateway.go:39). An
+// explicit-ack consumer delivers into it again and again meanwhile, an attempt
+// each time, so that such a pull is not left before.
+const youth = 2 * time.Second
+
+// young reports whether the pull must still be listened to.
+func (s *slot) young(now time.Time) bool {
+	return s.open && s.owed > 0 && now.Before(s.sent.Add(youth))
+}
+
+// binds returns until when the pull must be listened to; in the past or zero:
+// it may be left. One that ended with data owed is waited for: on replicated
+// consumers the data comes behind the status.
+func (s *slot) binds() time.Time {
+	switch {
+	case !s.open || s.owed == 0:
+		return time.Time{}
+	case s.ended && s.deadline.After(s.sent.Add(youth)):
+		return s.deadline
+	}
+	return s.sent.Add(youth)
+}
+
 // statusRoom is how many statuses one pull can put into the channel: its
 // heartbeats, its terminal status, one stale status of the pull before it, and
 // a request's answer.
@@ -62,8 +90,8 @@ type inbox struct {
 	ch    chan *nats.Msg
 	back  []*nats.Msg // taken out of ch at a barrier, in order; read first
 	head  int
-	slots [2]slot
-	use   int // slots in use: 1 where the consumer's MaxWaiting is too small for 2
+	slots [4]slot // two to pull with, and where each of them fades
+	use   int     // slots in use: 1 where the consumer's MaxWaiting is too small for 2
 
 	serial uint64
 	owed   int // messages asked for and not yet taken, over both slots and back
@@ -75,7 +103,9 @@ type inbox struct {
 
 // start subscribes the first slot. The second follows when it is needed.
 func (in *inbox) start(credit, room int) error {
-	in.ch = make(chan *nats.Msg, credit+2*room)
+	if in.ch == nil {
+		in.ch = make(chan *nats.Msg, credit+2*room)
+	}
 	return in.connect(0)
 }
 
@@ -153,9 +183,10 @@ func (in *inbox) slotOf(m *nats.Msg) *slot {
 func (in *inbox) fits(batch, room int) int {
 	used := in.owed - in.stray + room
 	for i := range in.slots {
-		if in.slots[i].open {
-			used += in.slots[i].room
-		} else {
+		switch s := &in.slots[i]; {
+		case s.open:
+			used += s.room
+		case i < fades(0) || s.sub != nil:
 			used += 4
 		}
 	}
@@ -277,11 +308,23 @@ func (in *inbox) collect() {
 // it is taken. Unsubscribe is a barrier: nothing is put into the channel after
 // it.
 func (in *inbox) giveUp(i int) {
-	s := &in.slots[i]
-	if s.sub == nil {
-		return
+	if s := &in.slots[i]; s.sub != nil {
+		in.link.unsubscribe(s.sub)
+		in.abandon(i)
 	}
-	in.link.unsubscribe(s.sub)
+}
+
+// fade makes room for a new inbox in slot i and goes on reading the old one.
+func (in *inbox) fade(i int) {
+	in.slots[fades(i)], in.slots[i] = in.slots[i], slot{}
+}
+
+// fading is what is owed there.
+func (in *inbox) fading() int { return in.slots[2].owed + in.slots[3].owed }
+
+// abandon forgets slot i, whose inbox receives nothing any more.
+func (in *inbox) abandon(i int) {
+	s := &in.slots[i]
 	in.collect()
 	n, size := 0, 0
 	for _, m := range in.back[in.head:] {
@@ -335,6 +378,9 @@ func (in *inbox) verify(maxMessages, maxBytes int) {
 		used += 4
 		if s.open {
 			used += s.owed + s.room - 4
+		}
+		if i >= fades(0) && s.sub == nil {
+			used -= 4
 		}
 		if s.owed < 0 || s.bytes < 0 || (!s.open && s.owed+s.bytes != 0) {
 			panic(fmt.Sprintf("paced: slot %d: owed %d, bytes %d, open %v", i, s.owed, s.bytes, s.open))

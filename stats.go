@@ -25,6 +25,11 @@ type Stats struct {
 	Waiting          int // the part of them that has arrived
 	MaxWaiting       int // the most that ever waited
 
+	// Of a [Consumer] only.
+	Unsettled      int       // messages handed out and neither settled nor expired
+	UnsettledSince time.Time // when the oldest of them was handed out
+	Expired        uint64    // whose AckWait passed unsettled, or that waited too long and were not handed out
+
 	Credit    int           // messages the loop keeps asked for
 	LookAhead time.Duration // loop-body work that is kept waiting
 	BodyTime  time.Duration // measured, per message
