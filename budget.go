@@ -29,10 +29,14 @@ const (
 	// receive typical messages without a round of claiming first.
 	budgetShare = 16 << 10
 
+	// What it always makes sense to hold.
+	budgetUseful = 256 << 10
+
 	rateWindow = 20 * time.Millisecond
 	rateBytes  = 256 << 10
 	rateQuiet  = time.Second // a window closes then, whatever has arrived
 	rateMemory = 10 * time.Second
+	tripMemory = 30 * time.Second
 )
 
 // budgets holds the only mutable state of the package. The key is weak so that an
@@ -74,6 +78,7 @@ type budget struct {
 	cleanup runtime.Cleanup // of that SetByteBudget
 
 	rate     linkRate
+	trips    leastTrip
 	size     int
 	least    int // the minimum share of each loop
 	reserved int
@@ -81,6 +86,7 @@ type budget struct {
 	loops  []*share // by ordinal; nil is free
 	joined int
 	active int      // loops whose last claim was not idle, or that stand in line
+	hungry int      // the active ones that would hold more than their equal part
 	line   []*share // first come, first served
 }
 
@@ -94,6 +100,7 @@ type share struct {
 	// All guarded by b.mu.
 	bytes  int
 	active bool
+	hungry bool
 	place  linePlace
 	need   int
 	left   bool
@@ -213,7 +220,7 @@ func (s *share) leave() {
 	if b.joined == 0 {
 		// A pinned entry outlives its loops, but what they learned is old when
 		// the next one comes, and learned again in two windows.
-		b.rate = linkRate{}
+		b.rate, b.trips = linkRate{}, leastTrip{}
 	}
 	b.refit()
 	b.forgetIfUnneeded()
@@ -347,16 +354,43 @@ func (s *share) arrived(total uint64, now time.Time) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.rate.sample(total, now)
-	if b.rate.worth(b.ceiling) != b.size {
+	if b.rate.worth(budgetHorizon, budgetFloor, b.ceiling) != b.size {
 		b.refit()
 	}
+}
+
+// useful is how many bytes it makes sense for the loop to hold when it would hold
+// want: what arrives on the connection within its look-ahead, divided among the
+// loops that would hold more than their equal part. What is asked for beyond that
+// waits, on the server and here, and makes nothing faster. Equal parts, not what
+// each loop is seen to get through: readers of the same stream stay side by side,
+// and the server reads each of its blocks once for all of them.
+func (s *share) useful(want int, lookAhead time.Duration) int {
+	b := s.b
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.rate.known() == 0 {
+		return want
+	}
+	n := b.rate.worth(lookAhead, 0, b.ceiling)
+	s.setHungry(want > n/max(b.active, 1))
+	return max(n/max(b.hungry, 1), budgetUseful)
+}
+
+// roundTrip adds a measured round trip and returns the one to go by, which is
+// that of the connection: what one loop measures is mostly the data of the
+// others.
+func (s *share) roundTrip(d time.Duration, now time.Time) time.Duration {
+	s.b.mu.Lock()
+	defer s.b.mu.Unlock()
+	return s.b.trips.add(d, now)
 }
 
 // All below are called with b.mu held.
 
 // refit follows a change of the size or the number of loops.
 func (b *budget) refit() {
-	b.size = b.rate.worth(b.ceiling)
+	b.size = b.rate.worth(budgetHorizon, budgetFloor, b.ceiling)
 	// Half of the budget at most is set aside for minimum shares. All of it
 	// would leave no pool once there are enough idle loops (64 on 1 MiB), and
 	// the line could not move while they are parked.
@@ -414,6 +448,19 @@ func (s *share) setActive(active bool) {
 		s.b.active++
 	} else {
 		s.b.active--
+		s.setHungry(false)
+	}
+}
+
+func (s *share) setHungry(hungry bool) {
+	if hungry == s.hungry {
+		return
+	}
+	s.hungry = hungry
+	if hungry {
+		s.b.hungry++
+	} else {
+		s.b.hungry--
 	}
 }
 
@@ -471,11 +518,34 @@ func (r *linkRate) sample(total uint64, now time.Time) {
 	r.last = rate
 }
 
-// worth is how many bytes may be asked for at this rate.
-func (r *linkRate) worth(ceiling int) int {
-	n := max(r.best, r.bestBefore) * budgetHorizon.Seconds()
+func (r *linkRate) known() float64 { return max(r.best, r.bestBefore) }
+
+// worth is how many bytes arrive in a time at this rate, between floor and
+// ceiling.
+func (r *linkRate) worth(d time.Duration, floor, ceiling int) int {
+	n := r.known() * d.Seconds()
 	if n >= float64(ceiling) { // also: n may not fit an int
 		return ceiling
 	}
-	return min(max(int(n), budgetFloor), ceiling)
+	return min(max(int(n), floor), ceiling)
+}
+
+// leastTrip keeps the least of the last 15 to 30 s (two halves of tripMemory, the
+// older one dropped as a whole). Any other value includes the time that an
+// answer stood behind data that was asked for: the look-ahead would feed itself.
+type leastTrip struct {
+	least, leastBefore time.Duration
+	half               time.Time // start of the half that least is of
+}
+
+func (t *leastTrip) add(d time.Duration, now time.Time) time.Duration {
+	d = max(d, 1) // 0: a clock too coarse
+	if now.Sub(t.half) >= tripMemory/2 {
+		t.leastBefore, t.least, t.half = t.least, d, now
+	}
+	t.least = min(t.least, d)
+	if t.leastBefore > 0 {
+		return min(t.least, t.leastBefore)
+	}
+	return t.least
 }

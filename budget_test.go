@@ -179,7 +179,7 @@ func TestLinkRate(t *testing.T) {
 				r.sample(total, epoch.Add(sm.at))
 			}
 			// Samples are whole bytes, so a rate is not exact.
-			if got := r.worth(tc.ceiling); max(got-tc.want, tc.want-got) > kiB {
+			if got := r.worth(budgetHorizon, budgetFloor, tc.ceiling); max(got-tc.want, tc.want-got) > kiB {
 				t.Fatalf("worth %d, want %d", got, tc.want)
 			}
 		})
@@ -196,6 +196,59 @@ func TestLinkRate(t *testing.T) {
 			t.Fatalf("got %+v, want %+v", r, was)
 		}
 	})
+}
+
+// Parts of what arrives in the look-ahead go to those that would hold more than
+// their equal one.
+func TestUseful(t *testing.T) {
+	all := joinFast(t, new(nats.Conn), 32*miB, 5)
+	rate := all[0].b.rate.known() // 1 GiB/s
+	const ahead = 10 * time.Millisecond
+	total := int(rate * ahead.Seconds())
+	for _, s := range all[:4] {
+		s.claim(1, 1, false)
+	}
+	budgetWant(t, "alone", all[0].useful(64*miB, ahead), total)
+	all[1].useful(64*miB, ahead)
+	budgetWant(t, "one of two", all[0].useful(64*miB, ahead), total/2)
+	all[2].useful(64*miB, ahead)
+	all[3].useful(64*miB, ahead)
+	budgetWant(t, "one of four", all[0].useful(64*miB, ahead), total/4)
+	all[1].useful(100*kiB, ahead)
+	budgetWant(t, "one of three, and one that wants little", all[0].useful(64*miB, ahead), total/3)
+	all[2].claim(1, 1, true)
+	budgetWant(t, "one of two, and one that is idle", all[0].useful(64*miB, ahead), total/2)
+	all[3].leave()
+	budgetWant(t, "the last one", all[0].useful(64*miB, ahead), total)
+	budgetWant(t, "in more time", all[0].useful(64*miB, 2*ahead), 2*total)
+	budgetWant(t, "at least", all[0].useful(64*miB, time.Nanosecond), budgetUseful)
+	budgetHolds(t, all[0].b)
+
+	s := joinBudget(new(nats.Conn))
+	defer s.leave()
+	budgetWant(t, "nothing known", s.useful(64*miB, ahead), 64*miB)
+}
+
+// The least round trip of the last 15 to 30 s counts, of whichever loop.
+func TestLeastTrip(t *testing.T) {
+	const ms = time.Millisecond
+	all := joinFast(t, new(nats.Conn), 32*miB, 2)
+	at := time.Unix(2000, 0)
+	want := func(loop int, after, d, want time.Duration) {
+		t.Helper()
+		at = at.Add(after)
+		if got := all[loop].roundTrip(d, at); got != want {
+			t.Fatalf("%v, want %v", got, want)
+		}
+	}
+	want(0, 0, 50*ms, 50*ms)
+	for range 29 { // behind the data of the other
+		want(1, time.Second/2, 3000*ms, 50*ms)
+	}
+	want(1, 15*time.Second, 2000*ms, 50*ms)
+	want(1, 15*time.Second, 3000*ms, 2000*ms) // the link has become slow
+	want(0, 0, 40*ms, 40*ms)
+	want(0, time.Second, 0, 1) // a clock too coarse is still a measurement
 }
 
 func TestBudgetFollowsArrivals(t *testing.T) {

@@ -339,4 +339,3 @@ func TestConsumeLateSettlement(t *testing.T) {
 		}
 	})
 }
-

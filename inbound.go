@@ -72,7 +72,7 @@ func (l *loop) message(m *nats.Msg) directive {
 	// It was sent after its pull, and after the inbox was last found empty but
 	// for the way it took.
 	l.pos.pending = a.Pending
-	base := l.empty.Add(-l.pace.rtt())
+	base := l.empty.Add(-l.pace.trip)
 	if s != nil && s.sent.After(base) {
 		base = s.sent
 	}
@@ -83,7 +83,8 @@ func (l *loop) message(m *nats.Msg) directive {
 // be waiting on the server, and whose first message was waited for.
 func (l *loop) first(s *slot) {
 	if s.stocked && !l.quiet.IsZero() && !l.quiet.After(s.sent) {
-		l.pace.roundTrip(time.Since(s.sent))
+		now := time.Now()
+		l.pace.trip = l.share.roundTrip(now.Sub(s.sent), now)
 	}
 	s.stocked = false
 }

@@ -560,7 +560,7 @@ func (l *loop) post() {
 		s.Credit = l.pace.credit
 		s.LookAhead = l.pace.lookAhead()
 		s.BodyTime = time.Duration(l.pace.body.value)
-		s.RoundTrip = l.pace.rtt()
+		s.RoundTrip = l.pace.trip
 		if l.work != nil {
 			s.Unsettled = int(l.work.books.open.Load())
 			s.UnsettledSince = l.work.oldest

@@ -31,8 +31,7 @@ type pacer struct {
 	body   average       // nanoseconds per message
 	size   average       // bytes per message
 	large  int           // the largest message seen lately
-	trips  [8]time.Duration
-	trip   int
+	trip   time.Duration // round trip; 0: not measured
 }
 
 // average is a moving average that weighs each stretch by its length, up to
@@ -55,29 +54,11 @@ func newPacer(limit, start int, lookAhead time.Duration) pacer {
 	return pacer{limit: limit, fixed: lookAhead, start: start, credit: min(start, limit)}
 }
 
-// roundTrip notes one measured round trip. The least of the last eight counts:
-// an average would include the time a pull spent behind our own data, and the
-// look-ahead would feed itself.
-func (p *pacer) roundTrip(d time.Duration) {
-	p.trips[p.trip%len(p.trips)] = max(d, 1)
-	p.trip++
-}
-
-func (p *pacer) rtt() time.Duration {
-	least := time.Duration(0)
-	for _, d := range p.trips {
-		if d > 0 && (least == 0 || d < least) {
-			least = d
-		}
-	}
-	return least
-}
-
 // lookAhead is how much of the body's work is kept waiting.
 func (p *pacer) lookAhead() time.Duration {
 	d := p.fixed
 	if d == 0 {
-		d = defaultLookAhead + 2*p.rtt()
+		d = defaultLookAhead + 2*p.trip
 	}
 	if p.most > 0 {
 		d = min(d, p.most)

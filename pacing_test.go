@@ -56,7 +56,7 @@ func TestCreditFollowsTheBody(t *testing.T) {
 		{body: 0, limit: 5000, want: 5000},
 	} {
 		p := newPacer(tc.limit, startCredit, tc.lookAhead)
-		p.roundTrip(tc.rtt)
+		p.trip = tc.rtt
 		p.work(20_000, plenty, 128, always(tc.body))
 		if p.credit != tc.want {
 			t.Errorf("body %v, rtt %v, look-ahead %v, limit %d: credit %d, want %d", tc.body, tc.rtt, tc.lookAhead, tc.limit, p.credit, tc.want)
@@ -195,26 +195,15 @@ func TestCreditForgetsOneBlockedBody(t *testing.T) {
 	}
 }
 
-// The least of the last eight round trips counts: others include our own queue.
-func TestRoundTrip(t *testing.T) {
+// Two round trips are added to what is kept waiting.
+func TestLookAhead(t *testing.T) {
 	p := newPacer(5000, startCredit, 0)
-	if p.rtt() != 0 || p.lookAhead() != defaultLookAhead {
-		t.Errorf("not measured: %v, look-ahead %v", p.rtt(), p.lookAhead())
+	if p.lookAhead() != defaultLookAhead {
+		t.Errorf("not measured: %v", p.lookAhead())
 	}
-	p.roundTrip(50 * time.Millisecond)
-	for range 7 {
-		p.roundTrip(3 * time.Second)
-		if p.rtt() != 50*time.Millisecond || p.lookAhead() != 120*time.Millisecond {
-			t.Fatalf("%v, look-ahead %v", p.rtt(), p.lookAhead())
-		}
-	}
-	p.roundTrip(2 * time.Second) // the eighth: the link has become slow
-	if p.rtt() != 2*time.Second {
-		t.Errorf("a slow link is not believed: %v", p.rtt())
-	}
-	p.roundTrip(0) // a clock too coarse is still a measurement
-	if p.rtt() != 1 {
-		t.Errorf("%v", p.rtt())
+	p.trip = 50 * time.Millisecond
+	if p.lookAhead() != 120*time.Millisecond {
+		t.Errorf("50 ms: %v", p.lookAhead())
 	}
 }
 

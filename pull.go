@@ -21,7 +21,7 @@ const pullSlack = 500 * time.Millisecond
 
 // silence is how long a slot may be silent.
 func (l *loop) silence(s *slot) time.Duration {
-	return max(2*s.heartbeat, 500*time.Millisecond) + l.pace.rtt()
+	return max(2*s.heartbeat, 500*time.Millisecond) + l.pace.trip
 }
 
 // base is since when a slot has been silent while the loop was listening.
@@ -152,7 +152,7 @@ func (l *loop) confirmAt() time.Time {
 	case !l.caught && l.pos.pending == 0:
 		return l.quiet
 	case !l.caught && !l.recipe.replay:
-		return l.quiet.Add(l.pace.rtt() + confirmPause)
+		return l.quiet.Add(l.pace.trip + confirmPause)
 	case l.caught && l.timed:
 		if l.quiet.After(l.untilAt) {
 			return l.quiet
@@ -176,7 +176,7 @@ func (l *loop) confirm(now time.Time) directive {
 		}
 	}
 	l.askBeside()
-	life := max(confirmLife, l.pace.rtt()+confirmLife)
+	life := max(confirmLife, l.pace.trip+confirmLife)
 	if l.confirms > 4 {
 		life <<= min(l.confirms-4, 12)
 	}
@@ -215,7 +215,7 @@ func (l *loop) ask() directive {
 	}
 	l.fold(now)
 	credit := l.pace.adjust(l.pos.pending)
-	l.low = credit / 2
+	l.low = l.askAt() // unless something is sent
 	if l.gather != nil {
 		credit = max(credit, l.gather.n-len(l.gather.held))
 	}
@@ -224,7 +224,7 @@ func (l *loop) ask() directive {
 			return directive{kind: skip}
 		}
 		if !l.work.ahead() {
-			credit, l.low = 1, -1
+			credit = 1
 		}
 		if l.work.stale(now) {
 			if ci, err := l.consumerInfo(l.gen.consumer); err == nil {
@@ -281,6 +281,19 @@ func (l *loop) credit() int {
 	return n
 }
 
+// askAt returns how many messages are still owed when more is asked for: half
+// of the credit, or of what is owed where byte bounds allow no more. Where the
+// consumer's own limits keep pulls small, that is when a slot is free.
+func (l *loop) askAt() int {
+	if l.work != nil && !l.work.ahead() {
+		return -1 // when the body is back
+	}
+	if l.limits.batch > 0 || l.limits.bytes > 0 {
+		return l.pace.credit / 2
+	}
+	return min(l.pace.credit, l.in.owed) / 2
+}
+
 // routine is a pull with the usual life.
 func (l *loop) routine(batch int) pullSpec {
 	return pullSpec{batch: batch, heartbeat: l.tuning.heartbeat(l.caught), expires: l.tuning.expires(l.caught)}
@@ -325,10 +338,11 @@ func (l *loop) send(now time.Time, w pullSpec) directive {
 		return directive{kind: skip}
 	}
 	before := l.link.lastError()
-	if err := l.in.pull(i, l.pullTo, p, w.role, reserve, now, pullSlack+2*l.pace.rtt()); err != nil {
+	if err := l.in.pull(i, l.pullTo, p, w.role, reserve, now, pullSlack+2*l.pace.trip); err != nil {
 		l.share.giveBack(reserve)
 		return l.publishFailed(err)
 	}
+	l.low = l.askAt()
 	s := &l.in.slots[i]
 	s.confirm = w.confirm
 	s.stocked = l.pos.pending > 0
@@ -403,7 +417,14 @@ func (l *loop) reserve(p *wire.Pull, now time.Time, as role) (int, bool) {
 	if l.limits.bytes > 0 {
 		room = min(room, l.limits.bytes)
 	}
-	want := min(l.pace.bytesFor(p.Batch), room)
+	want := l.pace.bytesFor(p.Batch)
+	if !idle {
+		// Half of the look-ahead and a round trip more: two pulls in turn
+		// leave no pause.
+		useful := l.share.useful(l.in.bytes+want, l.pace.lookAhead()/2+l.pace.trip)
+		room = min(room, max(useful, 2*l.pace.large)-l.in.bytes)
+	}
+	want = min(want, room)
 	if as == rescue {
 		want = min(max(l.pace.bytesFor(1), rescueBytes), l.maxMessage, max(room/2, 1))
 	}
@@ -426,6 +447,11 @@ func (l *loop) reserve(p *wire.Pull, now time.Time, as role) (int, bool) {
 		}
 	}
 	p.MaxBytes = got
+	if !idle && l.pace.size.known {
+		// No more than is likely to come, so that what is owed tells when to
+		// ask again: a pull that is over only with a status costs a pause.
+		p.Batch = max(1, min(p.Batch, got/l.pace.meanSize()))
+	}
 	return got, true
 }
 

@@ -88,7 +88,8 @@ func (l *loop) request(subject string, body []byte) (*nats.Msg, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", subject, err)
 	}
-	l.pace.roundTrip(time.Since(start))
+	now := time.Now()
+	l.pace.trip = l.share.roundTrip(now.Sub(start), now)
 	if m.Header.Get("Status") == "503" && len(m.Data) == 0 {
 		return nil, fmt.Errorf("%s: %w", subject, nats.ErrNoResponders)
 	}

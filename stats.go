@@ -33,7 +33,7 @@ type Stats struct {
 	Credit    int           // messages the loop keeps asked for
 	LookAhead time.Duration // loop-body work that is kept waiting
 	BodyTime  time.Duration // measured, per message
-	RoundTrip time.Duration // measured, the least of the last eight
+	RoundTrip time.Duration // of the connection, the least measured lately
 	LastError error         // what the loop last recovered from
 }
 
