@@ -145,5 +145,6 @@ var (
 	errNoAnswer   = errors.New("no answer in time")
 	errOverflow   = errors.New("more pulls than the consumer's MaxWaiting")
 	errMissing    = errors.New("the consumer is missing")
+	errDeaf       = fmt.Errorf("%w, not even to a PING: the connection may be half open", errNoAnswer)
 	errNotMissing = errors.New("consumer name in use with another configuration")
 )

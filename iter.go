@@ -45,14 +45,15 @@ type loop struct {
 	exact     bool   // a consumer that came back in its first state would start right
 	pullTo    string // subject of this generation's pulls
 	limits    pullLimits
-	greeted   bool     // the first pull of this generation was sent, with a barrier behind it
-	prefix    string   // of the names of this loop's consumers
-	name      string   // of the consumer made or being made
-	serial    int      // consumers made
-	skipped   int      // names that were taken
-	litter    []string // consumers to delete
-	asked     string   // reply subject of the latest request
-	making    bool     // that is a create, and it was not answered
+	greeted   bool // the first pull of this generation or connection was sent, with a barrier behind it
+	greetedAt time.Time
+	prefix    string // of the names of this loop's consumers
+	name      string // of the consumer made or being made
+	serial    int    // consumers made
+	skipped   int    // names that were taken
+	litter    []leftover
+	asked     string // reply subject of the latest request
+	making    bool   // that is a create, and it was not answered
 	onLeave   func()
 	apiPrefix string
 	pos       position
@@ -88,6 +89,7 @@ type loop struct {
 	recheck     time.Time // when the consumer is asked again for what it counts as sent; zero: not
 
 	up         bool // the last event said CONNECTED
+	deaf       int  // barriers in a row that did not come back
 	closed     bool
 	moved      bool // the connection is another one since this was last looked at
 	reconnects uint64
@@ -637,7 +639,7 @@ func (l *loop) clean(up bool) {
 	}
 	l.in.close()
 	if l.name != "" {
-		l.litter = append(l.litter, l.name)
+		l.litter = append(l.litter, leftover{name: l.name})
 	}
 	l.sweep()
 	l.link.detach()
@@ -658,7 +660,7 @@ func (l *loop) drop() {
 	l.leaveLine()
 	l.post()
 	if l.name != "" {
-		l.litter = append(l.litter, l.name)
+		l.litter = append(l.litter, leftover{name: l.name})
 		l.name = ""
 	}
 	if l.work == nil {

@@ -272,7 +272,7 @@ func (r *reader) make(l *loop, cc jetstream.ConsumerConfig) (*jetstream.Consumer
 	info, err := l.consumerCreate(l.api(subject), consumerCreate{Stream: r.cfg.Stream, Config: cc, Action: "create"})
 	if err != nil {
 		if errors.Is(err, errNotMissing) {
-			l.litter, l.name = append(l.litter, l.name), ""
+			l.litter, l.name = append(l.litter, leftover{name: l.name}), ""
 			l.skipped++ // a delete could overtake a create of that name
 		}
 		if api, ok := errors.AsType[*jetstream.APIError](err); ok && group && api.Code == 400 && !transient(err) {

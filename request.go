@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -109,6 +110,8 @@ func (l *loop) barrier(before error, subjects ...string) error {
 		cancel()
 		switch {
 		case err == nil:
+			l.deaf = 0
+			l.swept()
 			return l.link.refused(before, subjects...)
 		case l.ctx.Err() != nil:
 			return l.ctx.Err()
@@ -118,7 +121,8 @@ func (l *loop) barrier(before error, subjects ...string) error {
 		now := l.link.stats().InBytes
 		if now == seen || time.Since(start) >= writeDeadline {
 			l.patience = min(2*l.patience, maxRequestTimeout)
-			return errNoAnswer
+			l.deaf++
+			return errDeaf
 		}
 		seen = now
 	}
@@ -247,17 +251,11 @@ func (l *loop) probe() directive {
 	switch {
 	case l.ctx.Err() != nil || l.moved || l.closed || !l.up:
 		return directive{kind: skip} // drain looks at these first
-	case errors.Is(err, errNoAnswer):
-		// Connected, and nothing answers. Tell, and let a rebuild go on
+	case errors.Is(err, errDeaf):
+		// Connected, and nothing arrives. Tell, and let a rebuild go on
 		// trying: it will not succeed before something changes.
 		l.failed(fmt.Errorf("%w, and no answer to a request: the connection may be half open", errSilent))
-		if l.tuning.ReconnectHalfOpen {
-			if err := l.link.reconnect(); err != nil {
-				l.failed(err)
-			} else {
-				l.up = false // until an event says otherwise
-			}
-		}
+		l.forceReconnect()
 		return directive{kind: restart, reason: errSilent}
 	case err != nil:
 		// Not found, offline, not permitted to ask: a rebuild finds out.
@@ -296,6 +294,20 @@ func (l *loop) probe() directive {
 		return directive{kind: restart, reason: err}
 	}
 	return directive{kind: pullOver}
+}
+
+// forceReconnect gives up a connection that is up and carries nothing, if told
+// to.
+func (l *loop) forceReconnect() {
+	if !l.tuning.ReconnectHalfOpen {
+		return
+	}
+	if err := l.link.reconnect(); err != nil {
+		l.failed(err)
+		return
+	}
+	l.up = false // until an event says otherwise
+	l.deaf = 0
 }
 
 // locate asks where the consumer is when there is no room for a confirming
@@ -383,7 +395,7 @@ func (l *loop) orRebuild(err error) error {
 // greet puts a barrier behind the first pull of a generation. A pull that the
 // account may not send is answered by nothing but an error on the connection.
 func (l *loop) greet(before error) directive {
-	l.greeted = true
+	l.greeted, l.greetedAt = true, time.Now()
 	subjects := []string{l.pullTo, l.in.slots[0].inbox + "*"}
 	if l.vet.open {
 		subjects = append(subjects, l.vet.subject)
@@ -395,14 +407,35 @@ func (l *loop) greet(before error) directive {
 	return directive{kind: skip} // any other trouble shows by itself
 }
 
-// sweep deletes the consumers left behind, by requests nobody waits for: if
-// one is lost, InactiveThreshold is the backstop. They carry a reply subject
-// all the same, because the server ignores an API request without one.
+// leftover is a consumer to delete.
+type leftover struct {
+	name string
+	sent bool
+	on   uint64 // the connection that the request went out on, by its reconnects
+}
+
+// sweep asks for the consumers left behind to be deleted. Nobody waits for the
+// answers, but until a barrier behind it came back the next rebuild or
+// reconnect asks again: a link that flaps swallows deletes with everything else
+// and would leave a consumer each time. InactiveThreshold is the backstop
+// behind that. The requests carry a reply subject because the server ignores
+// one without.
 func (l *loop) sweep() {
-	for _, name := range l.litter {
-		_ = l.link.publish(l.api("CONSUMER.DELETE."+l.stream+"."+name), l.link.newInbox(), nil)
+	for i := range l.litter {
+		o := &l.litter[i]
+		o.sent, o.on = true, l.link.stats().Reconnects
+		_ = l.link.publish(l.api("CONSUMER.DELETE."+l.stream+"."+o.name), l.link.newInbox(), nil)
 	}
-	l.litter = l.litter[:0]
+}
+
+// swept forgets the consumers whose deletion the server has read of: a barrier
+// came back.
+func (l *loop) swept() {
+	if len(l.litter) == 0 {
+		return
+	}
+	now := l.link.stats().Reconnects
+	l.litter = slices.DeleteFunc(l.litter, func(o leftover) bool { return o.sent && o.on == now })
 }
 
 // subscribe makes the next generation of the consumer and starts reading from
@@ -458,6 +491,11 @@ func (l *loop) subscribe(reason error) error {
 			return l.errorf(err)
 		case !first && l.tuning.MaxAttempts > 0 && l.attempt >= l.tuning.MaxAttempts:
 			return l.errorf(err)
+		}
+		if l.deaf > 1 {
+			// Once may be a stall. A rebuild is in nobody's body and hears no
+			// heartbeats, so that nothing else would notice.
+			l.forceReconnect()
 		}
 		reason = err
 	}
