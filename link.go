@@ -160,10 +160,14 @@ func (l *loop) move() error {
 	if err := l.giveUp(0, 1); err != nil {
 		return l.orRebuild(err)
 	}
+	l.sweep()
 	l.quiet, l.greeted = time.Time{}, false
-	l.notBefore = time.Time{}
+	// However fast the link flaps, ten pulls a second are enough.
+	l.notBefore = l.greetedAt.Add(100 * time.Millisecond)
 	if l.share.loops() > 32 {
-		l.notBefore = time.Now().Add(time.Duration(l.share.ordinal()) * time.Millisecond)
+		if at := time.Now().Add(time.Duration(l.share.ordinal()) * time.Millisecond); at.After(l.notBefore) {
+			l.notBefore = at
+		}
 	}
 	return nil
 }
