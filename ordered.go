@@ -144,6 +144,7 @@ type reader struct {
 	api        string
 	created    time.Time // of the stream, once known
 	perSubject int64     // the stream's limit of messages per subject
+	replicas   int       // of the stream
 	met        bool      // the stream was looked at
 	shrunk     bool      // the stream's last sequence was once below the position
 }
@@ -243,13 +244,19 @@ func (r *reader) create(l *loop) error {
 		l.gen.bucket, l.gen.prefix = r.kv.bucket, len(r.kv.prefix)
 	}
 	l.born = info.NumPending
+	last := l.target
+	if r.replicas > 1 {
+		// The consumer lives on one replica, which may be behind the leader: that
+		// nothing is pending there proves nothing about the stream.
+		l.born, last = max(l.born, 1), 0
+	}
 	l.ack = ""
 	l.pullTo = l.api("CONSUMER.MSG.NEXT." + c.Stream + "." + cc.Name)
 	if cc.DeliverPolicy == jetstream.DeliverLastPerSubjectPolicy {
 		l.pos.scanned = l.pos.at // an entry lost from the old list may lie in front of it
 		known = false
 	}
-	gone := l.pos.created(info.Delivered.Stream, info.NumPending, l.target, known)
+	gone := l.pos.created(info.Delivered.Stream, info.NumPending, last, known)
 	if gone.to > 0 {
 		return r.gap(l, gone)
 	}
@@ -322,6 +329,7 @@ func (r *reader) meet(l *loop, info *jetstream.StreamInfo) error {
 	}
 	r.created = info.Created
 	r.perSubject = info.Config.MaxMsgsPerSubject
+	r.replicas = info.Config.Replicas
 	r.filters = r.cfg.FilterSubjects
 	if r.kv != nil {
 		r.kv.meet(info)

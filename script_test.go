@@ -268,6 +268,8 @@ type scripted struct {
 	maxMsgSize        int
 	gone              bool // the stream does not exist
 	replicated        bool
+	replicas          int    // of the stream
+	lag               uint64 // how many messages the consumer's server has not got yet
 }
 
 type line struct {
@@ -916,7 +918,7 @@ func (f *scripted) serve(kind, name, reply string, cfg jetstream.ConsumerConfig)
 			return
 		}
 		f.answer(reply, jetstream.StreamInfo{
-			Config:  jetstream.StreamConfig{Name: "S", Retention: jetstream.LimitsPolicy, MaxMsgSize: int32(f.maxMsgSize)},
+			Config:  jetstream.StreamConfig{Name: "S", Retention: jetstream.LimitsPolicy, MaxMsgSize: int32(f.maxMsgSize), Replicas: f.replicas},
 			Created: f.created,
 			State:   jetstream.StreamState{FirstSeq: f.first, LastSeq: f.lastStored, Msgs: uint64(len(f.stored))},
 		})
@@ -966,12 +968,12 @@ func (f *scripted) create(cfg jetstream.ConsumerConfig, reply string) {
 		case jetstream.DeliverByStartSequencePolicy:
 			c.next = cfg.OptStartSeq
 		case jetstream.DeliverLastPolicy:
-			c.next = f.lastStored
+			c.next = f.local()
 		case jetstream.DeliverNewPolicy:
-			c.next = f.lastStored + 1
+			c.next = f.local() + 1
 		case jetstream.DeliverByStartTimePolicy:
-			c.next = f.lastStored + 1
-			for seq := f.lastStored; seq >= f.first && !f.stored[seq].at.Before(*cfg.OptStartTime); seq-- {
+			c.next = f.local() + 1
+			for seq := f.local(); seq >= f.first && !f.stored[seq].at.Before(*cfg.OptStartTime); seq-- {
 				c.next = seq
 			}
 		}
@@ -982,6 +984,9 @@ func (f *scripted) create(cfg jetstream.ConsumerConfig, reply string) {
 	}
 	f.answer(reply, f.info(f.consumers[cfg.Name]))
 }
+
+// local is the last message that the consumer's server has.
+func (f *scripted) local() uint64 { return f.lastStored - f.lag }
 
 func (f *scripted) info(c *fakeConsumer) jetstream.ConsumerInfo {
 	return jetstream.ConsumerInfo{
@@ -997,9 +1002,9 @@ func (f *scripted) info(c *fakeConsumer) jetstream.ConsumerInfo {
 func (f *scripted) pending(c *fakeConsumer) (n uint64) {
 	n = f.surplus
 	if uint64(len(f.stored)) == f.lastStored+1-f.first { // nothing was erased
-		return n + f.lastStored + 1 - min(max(c.next, f.first), f.lastStored+1)
+		return n + f.local() + 1 - min(max(c.next, f.first), f.local()+1)
 	}
-	for seq := max(c.next, f.first); seq <= f.lastStored; seq++ {
+	for seq := max(c.next, f.first); seq <= f.local(); seq++ {
 		if _, ok := f.stored[seq]; ok {
 			n++
 		}
@@ -1102,14 +1107,14 @@ func (f *scripted) expiry(p *fakePull) {
 // in turn, as nats-server consumer.go:4246 does.
 func (f *scripted) deliver(c *fakeConsumer) {
 	for f.state == nats.CONNECTED && !c.deleted {
-		for c.next <= f.lastStored {
+		for c.next <= f.local() {
 			if _, ok := f.stored[c.next]; ok {
 				break
 			}
 			c.next++
 		}
 		c.next = max(c.next, f.first)
-		if c.next > f.lastStored || len(c.pulls) == 0 {
+		if c.next > f.local() || len(c.pulls) == 0 {
 			return
 		}
 		p := c.pulls[0]
@@ -1245,6 +1250,7 @@ func (f *scripted) read(text string) error {
 		f.maxMsgSize = orDefault(named.number("max_msg_size"), -1)
 		f.limits = pullLimits{batch: named.number("max_batch"), bytes: named.number("max_bytes"), expires: time.Duration(named.number("max_expires_ms")) * time.Millisecond}
 		f.store(named.number("last")-int(f.lastStored), orDefault(named.number("size"), 128), nil)
+		f.replicas, f.lag = orDefault(named.number("replicas"), 1), uint64(named.number("lag"))
 		return nil
 	case w[0] == "rtt":
 		f.rtt, err = time.ParseDuration(w[1])
@@ -1505,6 +1511,13 @@ func (f *scripted) act(w []string, reply string) error {
 	case "drop": // the server forgets all pulls and says nothing
 		for _, p := range f.pulls {
 			f.endPull(p)
+		}
+	case "level": // the consumer's server gets what the stream's leader has
+		f.lag = 0
+		for _, name := range f.names {
+			if c := f.consumers[name]; c != nil {
+				f.deliver(c)
+			}
 		}
 	case "truncate": // truncate N: the stream ends there
 		for seq := uint64(number(0)) + 1; seq <= f.lastStored; seq++ {
