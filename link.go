@@ -164,10 +164,8 @@ func (l *loop) move() error {
 	l.quiet, l.greeted = time.Time{}, false
 	// However fast the link flaps, ten pulls a second are enough.
 	l.notBefore = l.greetedAt.Add(100 * time.Millisecond)
-	if l.share.loops() > 32 {
-		if at := time.Now().Add(time.Duration(l.share.ordinal()) * time.Millisecond); at.After(l.notBefore) {
-			l.notBefore = at
-		}
+	if at := time.Now().Add(l.spread()); at.After(l.notBefore) {
+		l.notBefore = at
 	}
 	return nil
 }

@@ -452,7 +452,7 @@ func (l *loop) subscribe(reason error) error {
 	if s, ok := errors.AsType[*StatusError](reason); ok && s.Description == statusServerShutdown {
 		// A consumer made at once would be made by the server that goes. If
 		// the connection goes with it, the next one is the moment.
-		shutdown, l.attempt = true, 2
+		shutdown, l.attempt = true, max(l.attempt, 2)
 	}
 	missing := time.Time{} // when the stream was first found missing
 	for {
@@ -512,10 +512,19 @@ func (l *loop) backoff(first bool) time.Duration {
 		}
 		return l.jitter(d)
 	}
-	if !first && l.share.loops() > 32 {
-		return time.Duration(l.share.ordinal()) * time.Millisecond
+	if first {
+		return 0
 	}
-	return 0
+	return l.spread()
+}
+
+// spread is how much later than others this loop does what all loops on a
+// connection do at once.
+func (l *loop) spread() time.Duration {
+	if l.share.loops() <= 32 {
+		return 0
+	}
+	return time.Duration(l.share.ordinal()) * time.Millisecond
 }
 
 // sleep waits for delay, and then until the connection is up: for as long as
@@ -538,11 +547,13 @@ func (l *loop) sleep(delay time.Duration, first, hasty bool) error {
 			return errLeft
 		}
 		now := time.Now()
-		if hasty && l.up && l.moved {
-			until = now
+		if l.up && l.moved {
+			l.moved = false // nothing is left of the old connection
+			if at := now.Add(l.spread()); hasty || at.After(until) {
+				until = at
+			}
 		}
 		if !now.Before(until) && (l.up || (first && !now.Before(giveUp))) {
-			l.moved = false // nothing is left of the old connection
 			return nil
 		}
 		due := now.Add(time.Hour)
