@@ -187,7 +187,7 @@ func (l *loop) ending(s *slot, description string, empty bool) {
 	now := time.Now()
 	switch {
 	case l.list.active:
-	case empty && description == statusMessageSize:
+	case empty && description == statusMessageSize && s.bounded:
 		// Not even one message fitted: the next one comes alone.
 		l.oversize = true
 	case s.confirm:
