@@ -697,6 +697,9 @@ func (w *work) tend(l *loop, now time.Time) time.Time {
 // beyond MaxWaiting without a word where they ask for heartbeats
 // (consumer.go:4795).
 func (l *loop) unheard(ci *jetstream.ConsumerInfo) directive {
+	if !ci.Created.Equal(l.work.created) {
+		return directive{kind: restart, reason: jetstream.ErrConsumerDeleted} // and made anew
+	}
 	reason := errSilent
 	if n := ci.Config.MaxWaiting; n > 0 && ci.NumWaiting >= n {
 		reason = errOverflow

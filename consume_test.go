@@ -4,13 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"github.com/pacedgo/paced/internal/faultproxy"
 	"github.com/pacedgo/paced/internal/testserver"
 )
 
@@ -180,18 +184,28 @@ func TestConsumeBoundsAPool(t *testing.T) {
 		r.publish("s.a", 100)
 		cfg := worker(jetstream.ConsumerConfig{})
 		cfg.MaxMessages, cfg.UntilEmpty = 10, true
+		var c *Consumer
+		cfg.Listener = &Listener{PullIssued: func(int, int) {
+			if s := c.Stats(); s.Outstanding+s.Unsettled > 10 {
+				t.Errorf("%d asked for and %d unsettled", s.Outstanding, s.Unsettled)
+			}
+		}}
+		c, err := NewConsumer(r.js, cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
 		var mu sync.Mutex
 		var wg sync.WaitGroup
 		busy, most, done := 0, 0, 0
 		start := time.Now()
-		err := consume(t, r, t.Context(), cfg, func(m Msg) bool {
+		for m, err := range c.Messages(t.Context()) {
+			if err != nil {
+				t.Fatal(err)
+			}
 			mu.Lock()
 			busy++
 			most = max(most, busy)
 			mu.Unlock()
-			if n := r.info("w").NumAckPending; n > 10 {
-				t.Errorf("the server counts %d as ours", n)
-			}
 			wg.Go(func() {
 				time.Sleep(time.Second)
 				mu.Lock()
@@ -200,11 +214,10 @@ func TestConsumeBoundsAPool(t *testing.T) {
 				mu.Unlock()
 				ack(t, m)
 			})
-			return true
-		})
+		}
 		wg.Wait()
-		if err != nil || done != 100 || most != 10 {
-			t.Errorf("%d done, at most %d at once, %v", done, most, err)
+		if done != 100 || most != 10 {
+			t.Errorf("%d done, at most %d at once", done, most)
 		}
 		if d := time.Since(start); d > 10100*time.Millisecond {
 			t.Errorf("took %v: an ack does not wake the loop", d)
@@ -231,11 +244,10 @@ func TestConsumeShares(t *testing.T) {
 				return ack(t, m)
 			})
 		}
-		first := make(chan time.Duration, 2)
-		wg.Go(func() { loop(0, first) })
+		wg.Go(func() { loop(0, make(chan time.Duration, 2)) })
 		time.Sleep(time.Second)
-		<-first
 		counts[0] = 0
+		first := make(chan time.Duration, 1)
 		wg.Go(func() { loop(1, first) })
 		time.Sleep(10 * time.Second)
 		cancel()
@@ -336,6 +348,589 @@ func TestConsumeLateSettlement(t *testing.T) {
 		synctest.Wait()
 		if ci := r.info("w"); ci.AckFloor.Stream != 1 {
 			t.Error("the late acknowledgement did not count")
+		}
+	})
+}
+
+func TestConsumeBadInput(t *testing.T) {
+	good := func(f func(*ConsumeConfig)) ConsumeConfig {
+		c := worker(jetstream.ConsumerConfig{})
+		f(&c)
+		return c
+	}
+	cc := func(cc jetstream.ConsumerConfig) ConsumeConfig { return worker(cc) }
+	seconds := func(n ...time.Duration) []time.Duration {
+		for i := range n {
+			n[i] *= time.Second
+		}
+		return n
+	}
+	for _, tc := range []struct {
+		field string
+		cfg   ConsumeConfig
+	}{
+		{"Stream", good(func(c *ConsumeConfig) { c.Stream = "" })},
+		{"Stream", good(func(c *ConsumeConfig) { c.Stream = "a.b" })},
+		{"Consumer.Durable", good(func(c *ConsumeConfig) { c.Consumer.Durable = "" })},
+		{"Consumer.Durable", cc(jetstream.ConsumerConfig{Durable: "a.b"})},
+		{"Consumer.Name", cc(jetstream.ConsumerConfig{Durable: "a", Name: "b"})},
+		{"Consumer.AckPolicy", cc(jetstream.ConsumerConfig{AckPolicy: jetstream.AckNonePolicy})},
+		{"Consumer.AckPolicy", cc(jetstream.ConsumerConfig{AckPolicy: jetstream.AckAllPolicy})},
+		{"Consumer.DeliverSubject", cc(jetstream.ConsumerConfig{DeliverSubject: "d"})},
+		{"Consumer.DeliverSubject", cc(jetstream.ConsumerConfig{DeliverGroup: "d"})},
+		{"Consumer.AckWait", cc(jetstream.ConsumerConfig{AckWait: -1})},
+		{"Consumer.AckWait", cc(jetstream.ConsumerConfig{AckWait: time.Second, BackOff: seconds(2, 3)})},
+		{"Consumer.BackOff", cc(jetstream.ConsumerConfig{MaxDeliver: 1, BackOff: seconds(2, 3)})},
+		{"Consumer.BackOff", cc(jetstream.ConsumerConfig{BackOff: seconds(0, 3)})},
+		{"OnDeleted", good(func(c *ConsumeConfig) { c.OnDeleted = 7 })},
+		{"ConfirmTimeout", good(func(c *ConsumeConfig) { c.ConfirmTimeout = time.Second })},
+		{"ConfirmTimeout", good(func(c *ConsumeConfig) { c.ConfirmAcks, c.ConfirmTimeout = true, -1 })},
+		{"Progress", good(func(c *ConsumeConfig) { c.Progress = -1 })},
+		{"Progress", good(func(c *ConsumeConfig) { c.Progress = 31 * time.Second })},
+		{"Progress", good(func(c *ConsumeConfig) { c.Progress, c.Consumer.AckWait = 2*time.Second, time.Second })},
+		{"Progress", good(func(c *ConsumeConfig) { c.Progress, c.Consumer.BackOff = 2*time.Second, seconds(3, 1) })},
+		{"MaxMessages", good(func(c *ConsumeConfig) { c.MaxMessages = -1 })},
+		{"MaxBytes", good(func(c *ConsumeConfig) { c.MaxBytes = -1 })},
+		{"Tuning.Heartbeat", good(func(c *ConsumeConfig) { c.Tuning.Heartbeat = time.Minute })},
+	} {
+		js, _ := jetstream.New(&nats.Conn{})
+		check := func(err error) {
+			t.Helper()
+			ce, ok := errors.AsType[*ConfigError](err)
+			if !ok || !errors.Is(err, ErrInvalidConfig) || ce.Field != "ConsumeConfig."+tc.field || ce.Bound == "" {
+				t.Errorf("%s: got %v", tc.field, err)
+			}
+		}
+		_, err := NewConsumer(js, tc.cfg)
+		check(err)
+		pairs := 0
+		for m, err := range Consume(context.Background(), js, tc.cfg) {
+			pairs++
+			check(err)
+			if m != (Msg{}) {
+				t.Error("a message beside the error")
+			}
+		}
+		if pairs != 1 {
+			t.Errorf("%s: %d pairs", tc.field, pairs)
+		}
+	}
+}
+
+// A consumer that is there is used as it is, if it can be.
+func TestConsumeUsesWhatIsThere(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		s := r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 20)
+		for _, cc := range []jetstream.ConsumerConfig{
+			{Durable: "none", AckPolicy: jetstream.AckNonePolicy},
+			{Durable: "all", AckPolicy: jetstream.AckAllPolicy},
+			{Durable: "quick", AckWait: time.Second},
+			{Durable: "limits", AckWait: time.Second, MaxAckPending: 3, MaxRequestBatch: 2, MaxRequestExpires: 2 * time.Second, MaxRequestMaxBytes: 200},
+		} {
+			if _, err := s.CreateConsumer(t.Context(), cc); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := r.js.CreatePushConsumer(t.Context(), "S", jetstream.ConsumerConfig{Durable: "push", DeliverSubject: "d"}); err != nil {
+			t.Fatal(err)
+		}
+		var w wireCount
+		r.srv.SetFilter(w.filter(nil))
+		for _, name := range []string{"none", "all", "push", "quick"} {
+			cfg := worker(jetstream.ConsumerConfig{Durable: name})
+			cfg.Progress = 2 * time.Second
+			start := time.Now()
+			err := consume(t, r, t.Context(), cfg, func(Msg) bool { t.Error("a message"); return false })
+			if !errors.Is(err, ErrInvalidConfig) || time.Since(start) != 0 {
+				t.Errorf("%s: %v after %v", name, err, time.Since(start))
+			}
+		}
+		if w.creates.Load() != 0 || w.pulls.Load() != 0 {
+			t.Errorf("%d creates, %d pulls", w.creates.Load(), w.pulls.Load())
+		}
+		// Limits that are read are kept: no pull is refused.
+		cfg := worker(jetstream.ConsumerConfig{Durable: "limits"})
+		cfg.UntilEmpty = true
+		cfg.Listener = &Listener{
+			Failed: func(err error) { t.Error(err) },
+			PullIssued: func(batch, maxBytes int) {
+				if batch > 2 || maxBytes > 200 {
+					t.Errorf("pull of %d messages, %d bytes", batch, maxBytes)
+				}
+			},
+		}
+		n := 0
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool { n++; return ack(t, m) }); err != nil || n != 20 {
+			t.Errorf("%d messages, %v", n, err)
+		}
+	})
+}
+
+// However it is learnt that the consumer is gone, it is the same error.
+func TestConsumeDeleted(t *testing.T) {
+	for name, harm := range map[string]func(*rig){
+		"told": func(r *rig) { deleteConsumers(r) },
+		"stream": func(r *rig) {
+			if err := r.js.DeleteStream(context.Background(), "S"); err != nil {
+				r.Error(err)
+			}
+		},
+		"not told": func(r *rig) {
+			r.srv.SetFilter(dropStatus(409))
+			deleteConsumers(r)
+		},
+		"replaced": func(r *rig) {
+			r.srv.SetFilter(dropStatus(409))
+			deleteConsumers(r)
+			if _, err := r.js.CreateConsumer(r.Context(), "S", jetstream.ConsumerConfig{Durable: "w"}); err != nil {
+				r.Error(err)
+			}
+		},
+		"while away": func(r *rig) {
+			r.srv.SetFilter(dropStatus(409))
+			deleteConsumers(r)
+			if err := r.nc.ForceReconnect(); err != nil {
+				r.Error(err)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			testserver.InBubble(t, func(t *testing.T) {
+				r := newRig(t, "", quietly())
+				r.stream(jetstream.StreamConfig{})
+				r.publish("s.a", 10)
+				var start time.Time
+				time.AfterFunc(time.Minute, func() { start = time.Now(); harm(r) })
+				n := 0
+				err := consume(t, r, t.Context(), worker(jetstream.ConsumerConfig{}), func(m Msg) bool { n++; return ack(t, m) })
+				if n != 10 || !errors.Is(err, jetstream.ErrConsumerDeleted) || !strings.Contains(err.Error(), "stream S, consumer w") {
+					t.Errorf("%d messages, %v", n, err)
+				}
+				if d := time.Since(start); d > 12*time.Second || (name == "told" && d > 10*time.Millisecond) {
+					t.Errorf("after %v", d)
+				}
+				r.srv.SetFilter(nil)
+				if name != "stream" {
+					deleteConsumers(r)
+					r.wantClean()
+				}
+			})
+		})
+	}
+}
+
+// Made again, the consumer goes on behind what is acknowledged: nothing is
+// lost, and nothing that was acknowledged comes again.
+func TestConsumeRecreates(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", quietly())
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 20)
+		cfg := worker(jetstream.ConsumerConfig{DeliverPolicy: jetstream.DeliverNewPolicy})
+		cfg.OnDeleted = DeletedRecreate
+		var held []Msg
+		got := map[uint64]int{}
+		go func() {
+			time.Sleep(time.Minute)
+			r.publish("s.a", 20) // 21 to 40
+			time.Sleep(10 * time.Second)
+			var creates atomic.Int64
+			r.srv.SetFilter(func(f faultproxy.Frame) faultproxy.Action {
+				if f.Direction == faultproxy.ToServer && strings.Contains(f.Subject, "CONSUMER.CREATE") && creates.Add(1) == 1 {
+					return faultproxy.Drop
+				}
+				return faultproxy.Pass
+			})
+			time.AfterFunc(time.Second, func() { r.publish("s.a", 1) }) // 41, with no consumer there
+			deleteConsumers(r)
+		}()
+		err := consume(t, r, t.Context(), cfg, func(m Msg) bool {
+			got[m.Sequence()]++
+			if m.Sequence() == 33 && got[33] == 1 {
+				held = append(held, m) // not settled when the consumer goes
+				return true
+			}
+			if m.Sequence() == 35 && got[35] == 1 {
+				if err := m.NakWithDelay(time.Hour); err != nil {
+					t.Error(err)
+				}
+				return true
+			}
+			ack(t, m)
+			return m.Sequence() < 41
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for seq := uint64(1); seq <= 41; seq++ {
+			want := 1
+			switch {
+			case seq <= 20:
+				want = 0
+			case seq >= 33 && seq <= 40:
+				want = 2 // behind the first that was not acknowledged
+			}
+			if got[seq] != want {
+				t.Errorf("sequence %d came %d times, want %d", seq, got[seq], want)
+			}
+		}
+	})
+}
+
+// What has waited too long is not handed out: the server delivers it again.
+func TestConsumeDropsWhatIsStale(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 30)
+		cfg := worker(jetstream.ConsumerConfig{AckWait: time.Second})
+		cfg.UntilEmpty = true
+		cfg.Tuning.LookAhead = 10 * time.Second // more than is good
+		c, err := NewConsumer(r.js, cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := map[uint64]int{}
+		for m, err := range c.Messages(t.Context()) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			got[m.Sequence()]++
+			if len(got) == 20 { // four wait behind it
+				_ = m.InProgress()
+				time.Sleep(900 * time.Millisecond)
+				_ = m.InProgress()
+				time.Sleep(900 * time.Millisecond)
+			}
+			ack(t, m)
+		}
+		for seq := range uint64(30) {
+			if got[seq+1] != 1 {
+				t.Errorf("sequence %d was handed out %d times", seq+1, got[seq+1])
+			}
+		}
+		if c.Stats().Expired == 0 {
+			t.Error("nothing waited too long: this test tests nothing")
+		}
+	})
+}
+
+// On its last attempt a message is handed out all the same.
+func TestConsumeHandsOutTheLastAttempt(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 30)
+		cfg := worker(jetstream.ConsumerConfig{AckWait: time.Second, MaxDeliver: 1})
+		cfg.UntilEmpty = true
+		cfg.Tuning.LookAhead = 300 * time.Millisecond
+		got := map[uint64]int{}
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool {
+			got[m.Sequence()]++
+			if len(got) == 20 {
+				time.Sleep(1800 * time.Millisecond)
+			}
+			ack(t, m)
+			return true
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if len(got) != 30 {
+			t.Errorf("%d of 30 messages were handed out", len(got))
+		}
+	})
+}
+
+// Forgetting to settle is said once.
+func TestConsumeForgotten(t *testing.T) {
+	for _, most := range []int{5, 0} {
+		testserver.InBubble(t, func(t *testing.T) {
+			var said []string
+			r := newRig(t, "", nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { said = append(said, err.Error()) }))
+			r.stream(jetstream.StreamConfig{})
+			r.publish("s.a", 20)
+			cfg := worker(jetstream.ConsumerConfig{})
+			cfg.MaxMessages = most
+			c, err := NewConsumer(r.js, cfg)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
+			defer cancel()
+			time.AfterFunc(20*time.Second, func() {
+				if s := c.Stats(); most == 5 && (s.Unsettled != 5 || time.Since(s.UnsettledSince) != 20*time.Second) {
+					t.Errorf("%d unsettled since %v", s.Unsettled, s.UnsettledSince)
+				}
+			})
+			for _, err := range c.Messages(ctx) {
+				if err != nil && !errors.Is(err, context.DeadlineExceeded) {
+					t.Fatal(err)
+				}
+			}
+			if len(said) != 1 || !strings.Contains(said[0], "settled") {
+				t.Errorf("said %q", said)
+			}
+			if s := c.Stats(); s.Expired < 20 {
+				t.Errorf("%d expired", s.Expired)
+			}
+		})
+	}
+}
+
+// Drain ends a loop wherever it is, and costs no message an attempt.
+func TestConsumeDrain(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		stored int
+		when   time.Duration // the body takes 20 ms
+	}{
+		{"in the body", 100, 90 * time.Millisecond},
+		{"parked with a young pull", 3, 100 * time.Millisecond},
+		{"parked", 3, 10 * time.Second},
+		{"parked, pull young again", 3, 30500 * time.Millisecond},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			testserver.InBubble(t, func(t *testing.T) {
+				r := newRig(t, "")
+				r.stream(jetstream.StreamConfig{})
+				r.publish("s.a", tc.stored)
+				cfg := worker(jetstream.ConsumerConfig{MaxDeliver: 1})
+				cfg.Tuning.LookAhead = 100 * time.Millisecond // so that messages wait
+				c, err := NewConsumer(r.js, cfg)
+				if err != nil {
+					t.Fatal(err)
+				}
+				var drained time.Time
+				signal, cancel := context.WithTimeout(t.Context(), tc.when)
+				defer cancel()
+				context.AfterFunc(signal, func() { drained = time.Now(); c.Drain() })
+				n := 0
+				for m, err := range c.Messages(t.Context()) {
+					if err != nil {
+						t.Fatal(err)
+					}
+					n++
+					time.Sleep(20 * time.Millisecond)
+					ack(t, m)
+				}
+				if d := time.Since(drained); drained.IsZero() || d > 2*time.Second+200*time.Millisecond {
+					t.Errorf("ended %v after Drain", d)
+				}
+				synctest.Wait()
+				ci := r.info("w")
+				if ci.NumAckPending != 0 || ci.NumWaiting != 0 || int(ci.Delivered.Stream) != n {
+					t.Errorf("%d handled, %d delivered, %d pending, %d pulls", n, ci.Delivered.Stream, ci.NumAckPending, ci.NumWaiting)
+				}
+				for range c.Messages(t.Context()) {
+					t.Error("a pair after Drain")
+				}
+				if tc.stored > 50 && n > 20 {
+					t.Errorf("%d messages: Drain did not stop it", n)
+				}
+			})
+		})
+	}
+}
+
+func TestConsumeConfirmAcks(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 10)
+		cfg := worker(jetstream.ConsumerConfig{})
+		cfg.ConfirmAcks, cfg.ConfirmTimeout = true, 3*time.Second
+		var swallow, acks atomic.Int64
+		r.srv.SetFilter(func(f faultproxy.Frame) faultproxy.Action {
+			if f.Direction == faultproxy.ToServer && strings.HasPrefix(f.Subject, "$JS.ACK.") {
+				acks.Add(1)
+				if swallow.Add(-1) >= 0 {
+					return faultproxy.Drop
+				}
+			}
+			return faultproxy.Pass
+		})
+		n := 0
+		var start time.Time
+		var failed error
+		err := consume(t, r, t.Context(), cfg, func(m Msg) bool {
+			n++
+			switch n {
+			case 1:
+				ack(t, m)
+				if ci := r.info("w"); ci.AckFloor.Stream != 1 {
+					t.Error("Ack came back and the server does not have it")
+				}
+			case 2:
+				swallow.Store(3) // repeated until it is there
+				ack(t, m)
+				if ci := r.info("w"); ci.AckFloor.Stream != 2 || acks.Load() != 5 {
+					t.Errorf("floor %d after %d acks", ci.AckFloor.Stream, acks.Load())
+				}
+			case 3:
+				swallow.Store(1 << 40)
+				start = time.Now()
+				failed = m.Ack()
+			}
+			return true
+		})
+		said, ok := errors.AsType[*AckError](err)
+		if n != 3 || !ok || said.Sequence != 3 || !errors.Is(failed, err) {
+			t.Errorf("%d bodies, Ack returned %v, the loop %v", n, failed, err)
+		}
+		if d := time.Since(start); d != 3*time.Second {
+			t.Errorf("after %v", d)
+		}
+	})
+}
+
+// Progress keeps what a long body holds and what waits behind it, and a body
+// that hangs is given up in the end.
+func TestConsumeProgress(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 30)
+		cfg := worker(jetstream.ConsumerConfig{AckWait: time.Second})
+		cfg.UntilEmpty, cfg.Progress = true, 400*time.Millisecond
+		got := map[uint64]int{}
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool {
+			got[m.Sequence()]++
+			if len(got) == 20 {
+				if r.info("w").NumAckPending < 2 {
+					t.Error("nothing waits: this test tests nothing")
+				}
+				time.Sleep(10 * time.Second)
+			}
+			if m.NumDelivered() != 1 {
+				t.Errorf("sequence %d delivered %d times", m.Sequence(), m.NumDelivered())
+			}
+			return ack(t, m)
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if len(got) != 30 {
+			t.Errorf("%d messages", len(got))
+		}
+		// Handed to another goroutine it is kept as well, for an hour.
+		r.publish("s.a", 1)
+		cfg.UntilEmpty, cfg.MaxMessages = false, 1
+		start := time.Now()
+		deliveries := 0
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool {
+			deliveries++
+			return deliveries < 2
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if d := time.Since(start); d < time.Hour || d > time.Hour+2*time.Second {
+			t.Errorf("delivered again after %v", d)
+		}
+	})
+}
+
+// MaxWaiting is full: the server is silent. It is said, and paced.
+func TestConsumeOverflow(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", quietly())
+		r.stream(jetstream.StreamConfig{})
+		var pulls, overflows int
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
+		defer cancel()
+		cfg := worker(jetstream.ConsumerConfig{MaxWaiting: 1})
+		cfg.Listener = &Listener{
+			PullIssued: func(int, int) { pulls++ },
+			Failed: func(err error) {
+				if errors.Is(err, errOverflow) {
+					overflows++
+				}
+			},
+			Resubscribing: func(err error, _ int, _ time.Duration) { t.Error(err) },
+		}
+		got := 0
+		var wg sync.WaitGroup
+		loop := func() {
+			for m, err := range Consume(ctx, r.js, cfg) {
+				if err != nil {
+					return
+				}
+				got++
+				ack(t, m)
+			}
+		}
+		wg.Go(loop)
+		time.Sleep(time.Second)
+		wg.Go(loop)
+		for range 10 {
+			time.Sleep(50 * time.Second)
+			r.publish("s.a", 1)
+		}
+		wg.Wait()
+		if got != 10 || overflows == 0 || pulls > 150 {
+			t.Errorf("%d messages, %d overflows, %d pulls in 10 minutes", got, overflows, pulls)
+		}
+	})
+}
+
+// The end is the server's: nothing pending and nothing to deliver again.
+func TestConsumeUntilEmpty(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		s := r.stream(jetstream.StreamConfig{})
+		cfg := worker(jetstream.ConsumerConfig{})
+		cfg.UntilEmpty = true
+		start := time.Now()
+		if err := consume(t, r, t.Context(), cfg, nil); err != nil || time.Since(start) > 20*time.Millisecond {
+			t.Errorf("empty: %v after %v", err, time.Since(start))
+		}
+		r.publish("s.a", 10)
+		n := 0
+		start = time.Now()
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool {
+			if n++; m.NumDelivered() == 1 && m.Sequence() > 7 {
+				_ = m.Nak()
+				return true
+			}
+			return ack(t, m)
+		}); err != nil || n != 13 || time.Since(start) > 40*time.Millisecond {
+			t.Errorf("%d bodies, %v after %v", n, err, time.Since(start))
+		}
+		// What is held back is not nothing.
+		r.publish("s.a", 1)
+		if _, err := s.PauseConsumer(t.Context(), "w", time.Now().Add(time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+		start, n = time.Now(), 0
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool { n++; return ack(t, m) }); err != nil || n != 1 || time.Since(start) < time.Minute || time.Since(start) > 62*time.Second {
+			t.Errorf("paused: %d bodies, %v after %v", n, err, time.Since(start))
+		}
+	})
+}
+
+// A reset by somebody else delivers again, and is no fault.
+func TestConsumeReset(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", quietly())
+		s := r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 10)
+		time.AfterFunc(time.Minute, func() {
+			if _, err := s.ResetConsumerToSequence(r.Context(), "w", 5); err != nil {
+				t.Error(err)
+			}
+		})
+		var got []uint64
+		start := time.Now()
+		if err := consume(t, r, t.Context(), worker(jetstream.ConsumerConfig{}), func(m Msg) bool {
+			got = append(got, m.Sequence())
+			ack(t, m)
+			return len(got) < 16
+		}); err != nil {
+			t.Fatal(err)
+		}
+		wantSequences(t, got, append(sequences(1, 10), sequences(5, 10)...))
+		if d := time.Since(start); d > 75*time.Second {
+			t.Errorf("after %v", d)
 		}
 	})
 }

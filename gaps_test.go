@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
@@ -56,6 +57,7 @@ func TestGapWithoutRebuild(t *testing.T) {
 				r.publish("s.a", 100)
 				s := observe(t.Context(), r.js, OrderedConfig{MaxMessages: 10, OnGap: policy}, 350, func(n int) {
 					if n == 5 {
+						synctest.Wait()       // what was asked for is here
 						r.publish("s.a", 250) // keeps 251 to 350
 						time.Sleep(time.Second)
 					}

@@ -152,6 +152,9 @@ func (l *loop) status(m *nats.Msg) directive {
 		return directive{kind: restart, reason: d.reason}
 	}
 	if d.kind != pullOver {
+		if l.work != nil {
+			l.in.finish(s) // its inbox lives on, and it need not be listened to
+		}
 		return d
 	}
 	undelivered := 0
