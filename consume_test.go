@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -312,6 +314,25 @@ func TestConsumeSettlesOnce(t *testing.T) {
 	})
 }
 
+// AckWait counts from when a message can have been sent, which is after the
+// inbox was last seen empty, however old its pull is.
+func TestConsumeDeadlineAfterAPark(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		r.stream(jetstream.StreamConfig{})
+		time.AfterFunc(20*time.Second, func() { r.publish("s.a", 1) })
+		if err := consume(t, r, t.Context(), worker(jetstream.ConsumerConfig{AckWait: time.Second}), func(m Msg) bool {
+			if d := time.Until(m.AckDeadline()); m.NumDelivered() != 1 || d != time.Second {
+				t.Errorf("delivery %d, deadline in %v", m.NumDelivered(), d)
+			}
+			ack(t, m)
+			return false
+		}); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
+
 // After AckWait a message is not ours to give back; an acknowledgement still
 // counts.
 func TestConsumeLateSettlement(t *testing.T) {
@@ -502,13 +523,16 @@ func TestConsumeDeleted(t *testing.T) {
 				r.stream(jetstream.StreamConfig{})
 				r.publish("s.a", 10)
 				var start time.Time
-				time.AfterFunc(time.Minute, func() { start = time.Now(); harm(r) })
+				done := make(chan struct{})
+				time.AfterFunc(time.Minute, func() { start = time.Now(); harm(r); close(done) })
 				n := 0
 				err := consume(t, r, t.Context(), worker(jetstream.ConsumerConfig{}), func(m Msg) bool { n++; return ack(t, m) })
 				if n != 10 || !errors.Is(err, jetstream.ErrConsumerDeleted) || !strings.Contains(err.Error(), "stream S, consumer w") {
 					t.Errorf("%d messages, %v", n, err)
 				}
-				if d := time.Since(start); d > 12*time.Second || (name == "told" && d > 10*time.Millisecond) {
+				took := time.Since(start)
+				<-done
+				if d := took; d > 12*time.Second || (name == "told" && d > 10*time.Millisecond) {
 					t.Errorf("after %v", d)
 				}
 				r.srv.SetFilter(nil)
@@ -933,4 +957,151 @@ func TestConsumeReset(t *testing.T) {
 			t.Errorf("after %v", d)
 		}
 	})
+}
+
+// However a loop ends, nothing of it is left, and what it had is there for the
+// next one.
+func TestConsumeEveryExitIsClean(t *testing.T) {
+	exits := map[string]func(context.Context, context.CancelFunc, iter.Seq2[Msg, error]){
+		"break": func(_ context.Context, _ context.CancelFunc, s iter.Seq2[Msg, error]) {
+			for range s {
+				break
+			}
+		},
+		"panic": func(_ context.Context, _ context.CancelFunc, s iter.Seq2[Msg, error]) {
+			defer func() { _ = recover() }()
+			for range s {
+				panic("body")
+			}
+		},
+		"goexit": func(_ context.Context, _ context.CancelFunc, s iter.Seq2[Msg, error]) {
+			done := make(chan struct{})
+			go func() {
+				defer close(done)
+				for range s {
+					runtime.Goexit()
+				}
+			}()
+			<-done
+		},
+		"cancel in body": func(_ context.Context, cancel context.CancelFunc, s iter.Seq2[Msg, error]) {
+			for range s {
+				cancel()
+			}
+		},
+		"cancel while parked": func(_ context.Context, cancel context.CancelFunc, s iter.Seq2[Msg, error]) {
+			time.AfterFunc(20*time.Second, cancel)
+			for range s {
+			}
+		},
+		"pull stop": func(_ context.Context, _ context.CancelFunc, s iter.Seq2[Msg, error]) {
+			next, stop := iter.Pull2(s)
+			next()
+			stop()
+		},
+	}
+	for name, exit := range exits {
+		for _, progress := range []time.Duration{0, time.Second} {
+			t.Run(fmt.Sprint(name, progress), func(t *testing.T) {
+				testserver.InBubble(t, func(t *testing.T) {
+					r := newRig(t, "", quietly())
+					r.stream(jetstream.StreamConfig{})
+					r.publish("s.a", 200)
+					cfg := worker(jetstream.ConsumerConfig{})
+					cfg.Progress = progress
+					for range 3 {
+						ctx, cancel := context.WithCancel(t.Context())
+						exit(ctx, cancel, Consume(ctx, r.js, cfg))
+						cancel()
+					}
+					time.Sleep(2500 * time.Millisecond) // a young pull is watched so long
+					synctest.Wait()
+					if n := r.nc.NumSubscriptions(); n > 1 {
+						t.Errorf("%d subscriptions left", n)
+					}
+					if n := listeners(r.nc); n != 0 {
+						t.Errorf("%d status listeners left", n)
+					}
+					if n := budgetHeld(r.nc); n != 0 {
+						t.Errorf("%d loops left in the byte budget", n)
+					}
+					if n := r.info("w").NumWaiting; n != 0 {
+						t.Errorf("%d pulls left", n)
+					}
+					got := map[uint64]bool{}
+					cfg.UntilEmpty = true
+					time.Sleep(time.Minute) // what was in hand, unsettled
+					if err := consume(t, r, t.Context(), cfg, func(m Msg) bool { got[m.Sequence()] = true; return ack(t, m) }); err != nil || len(got) != 200 {
+						t.Errorf("%d messages, %v", len(got), err)
+					}
+				})
+			})
+		}
+	}
+}
+
+// A cut connection, a server that restarts and a consumer without a leader are
+// repaired, and nothing is lost.
+func TestConsumeRecovers(t *testing.T) {
+	for name, harm := range map[string]func(*rig){
+		"cut": func(r *rig) { r.srv.Disconnect() },
+		"restart": func(r *rig) {
+			r.srv.Stop()
+			if err := r.srv.Start(); err != nil {
+				r.Error(err)
+			}
+		},
+		"lost heartbeats": func(r *rig) {
+			r.srv.SetFilter(dropStatus(100))
+			time.AfterFunc(20*time.Second, func() { r.srv.SetFilter(nil) })
+		},
+		"lost expiry": func(r *rig) {
+			r.srv.SetFilter(dropStatus(408))
+			time.AfterFunc(time.Minute, func() { r.srv.SetFilter(nil) })
+		},
+	} {
+		for _, when := range []time.Duration{50 * time.Millisecond, time.Minute} {
+			t.Run(fmt.Sprint(name, when), func(t *testing.T) {
+				testserver.InBubble(t, func(t *testing.T) {
+					r := newRig(t, t.TempDir(), quietly())
+					r.stream(jetstream.StreamConfig{Storage: jetstream.FileStorage})
+					r.publish("s.a", 100)
+					var published time.Time
+					time.AfterFunc(when, func() {
+						n := r.nc.Stats().Reconnects
+						harm(r)
+						if name == "cut" || name == "restart" {
+							waitConnected(r.nc, n+1)
+						}
+						time.Sleep(time.Second)
+						published = time.Now()
+						for range 50 {
+							_ = r.nc.Publish("s.a", nil)
+						}
+					})
+					got := map[uint64]int{}
+					start := time.Now()
+					l := &log{}
+					cfg := worker(jetstream.ConsumerConfig{})
+					cfg.Listener = l.listener()
+					if err := consume(t, r, t.Context(), cfg, func(m Msg) bool {
+						got[m.Sequence()]++
+						time.Sleep(time.Millisecond)
+						_ = m.Ack()
+						return len(got) < 150
+					}); err != nil {
+						t.Fatalf("%v\n%v", err, l)
+					}
+					// What was on the wire when the connection broke is the
+					// server's to give again, after AckWait.
+					if d := time.Since(start) - when; d > 35*time.Second {
+						t.Errorf("after %v\n%v", d, l)
+					}
+					if d := time.Since(published); when == time.Minute && d > 300*time.Millisecond {
+						t.Errorf("parked, 50 bodies of 1ms were over %v after the store\n%v", d, l)
+					}
+				})
+			})
+		}
+	}
 }

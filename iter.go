@@ -505,6 +505,9 @@ func (l *loop) wait() directive {
 	select {
 	case m := <-l.in.ch:
 		l.park(false)
+		if l.work != nil {
+			l.empty = time.Now() // up to this message
+		}
 		d = l.interpret(m)
 	case s := <-l.link.events:
 		l.park(false)

@@ -257,7 +257,7 @@ func (l *loop) ask() directive {
 		// A pull that is filled is over: nothing has to be waited for on
 		// leaving.
 		batch = min(batch, expected-owed)
-	} else if expected == 0 && l.in.owed > credit/4 {
+	} else if expected == 0 && owed > credit/4 {
 		return directive{kind: skip} // idle: one slot, unless it is nearly used up
 	}
 	if batch <= 0 {
@@ -428,7 +428,15 @@ func (l *loop) reserve(p *wire.Pull, now time.Time, as role) (int, bool) {
 	if as == rescue {
 		want = min(max(l.pace.bytesFor(1), rescueBytes), l.maxMessage, max(room/2, 1))
 	}
-	floor := min(max(l.pace.large, 1), room)
+	// A pull that has no room for a message like the largest would end at once
+	// and empty, and look as if the next message were too large for any.
+	floor := min(max(l.pace.large, 1), l.maxBytes)
+	if l.limits.bytes > 0 {
+		floor = min(floor, l.limits.bytes)
+	}
+	if as == rescue {
+		floor = min(floor, room)
+	}
 	if want <= 0 || (want < floor && l.in.owed > 0) {
 		return 0, false
 	}
