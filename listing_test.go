@@ -86,18 +86,20 @@ func TestListGoesOnBehindItsBoundary(t *testing.T) {
 			return faultproxy.Pass
 		})
 		var got []uint64
+		done := make(chan struct{})
 		for m, err := range Ordered(t.Context(), r.js, OrderedConfig{Stream: "S", DeliverPolicy: jetstream.DeliverLastPerSubjectPolicy}) {
 			if err != nil {
 				t.Fatal(err)
 			}
 			got = append(got, m.Sequence())
 			if len(got) == 3 {
-				time.AfterFunc(time.Second, func() { deleteConsumers(r); r.publish("s.a", 1) })
+				time.AfterFunc(time.Second, func() { deleteConsumers(r); r.publish("s.a", 1); close(done) })
 			}
 			if m.Sequence() == 6 {
 				break
 			}
 		}
+		<-done
 		wantSequences(t, got, []uint64{1, 2, 4, 6})
 		if len(starts) != 2 || starts[1] != "6" {
 			t.Errorf("starts %q", starts)
