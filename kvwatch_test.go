@@ -294,6 +294,48 @@ func TestWatchCatchesUp(t *testing.T) {
 	}
 }
 
+// The last key goes while the bucket is listed, at whatever moment: nothing more
+// comes, and that is known within 10 ms, with any number of messages asked for.
+func TestWatchCatchesUpBehindATailDeletedMeanwhile(t *testing.T) {
+	const keys = 12
+	for _, history := range []uint8{1, 5} {
+		for _, most := range []int{0, 1, 2, 3, 10} {
+			t.Run(fmt.Sprintf("history %d, %d messages", history, most), func(t *testing.T) {
+				testserver.InBubble(t, func(t *testing.T) {
+					r := newKVRig(t, "", jetstream.KeyValueConfig{History: history})
+					s, err := r.js.Stream(t.Context(), "KV_B")
+					if err != nil {
+						t.Fatal(err)
+					}
+					for at := 1; at < keys; at++ {
+						_ = s.Purge(t.Context())
+						for k := range keys {
+							r.put(fmt.Sprintf("k%d", k), "v")
+						}
+						n := 0
+						var last time.Time
+						for _, err := range Watch(t.Context(), r.js, WatchConfig{Bucket: "B", UntilCaughtUp: true, MaxMessages: most}) {
+							if err != nil {
+								t.Fatal(err)
+							}
+							if n++; n == at {
+								if err := s.Purge(t.Context(), jetstream.WithPurgeSubject(fmt.Sprintf("$KV.B.k%d", keys-1))); err != nil {
+									t.Fatal(err)
+								}
+							}
+							last = time.Now()
+						}
+						if d := time.Since(last); n < keys-1 || d > 10*time.Millisecond {
+							t.Errorf("deleted after %d entries: %d entries, caught up %v later", at, n, d)
+						}
+					}
+					r.wantClean()
+				})
+			})
+		}
+	}
+}
+
 // Under writers the server's count of pending messages is 0 too early at times.
 // A message behind the boundary that comes with it proves nothing: a key may
 // have been written again behind that message.

@@ -121,7 +121,7 @@ func (l *loop) askList(now time.Time, w pullSpec) directive {
 	if l.list.certain {
 		w.role = filler
 		w.batch = min(w.batch, left-l.in.owed)
-		w.heartbeat, w.expires = 10*listHeartbeat, 5*listExpires
+		w.heartbeat, w.expires = listHeartbeat, 2*listExpires
 		if w.batch <= 0 || l.in.slots[0].open {
 			return directive{kind: skip}
 		}
@@ -141,9 +141,12 @@ func (l *loop) askList(now time.Time, w pullSpec) directive {
 			return d
 		}
 	}
-	if left--; left <= 0 {
+	if left--; left <= 0 && !w.confirm {
 		return directive{kind: skip} // the rescue brings the last entry
 	}
+	// Unless that was deleted: the server comes past it when it is woken up, and
+	// the rescue's heartbeats are far apart.
+	left = max(left, 1)
 	w.role = first
 	fit := l.in.fits(w.batch, statusRoom(listExpires, listHeartbeat))
 	w.batch = max(1, min(w.batch, left, l.pace.credit-l.in.owed, fit))

@@ -171,11 +171,10 @@ func (l *loop) confirm(now time.Time) directive {
 		return directive{kind: skip}
 	}
 	for i := range l.in.slots {
-		if l.in.slots[i].open && (l.in.slots[i].confirm || l.list.active) {
+		if s := &l.in.slots[i]; s.open && (s.confirm || (l.list.active && s.role != rescue)) {
 			return directive{kind: skip}
 		}
 	}
-	l.askBeside()
 	life := max(confirmLife, l.pace.trip+confirmLife)
 	if l.confirms > 4 {
 		life <<= min(l.confirms-4, 12)
@@ -191,6 +190,7 @@ func (l *loop) confirm(now time.Time) directive {
 		l.nextConfirm = now.Add(life)
 		return l.locate()
 	}
+	l.askBeside()
 	w := pullSpec{batch: max(1, min(l.pace.credit-l.in.owed, l.credit())), heartbeat: max(confirmHeartbeat, life/16), expires: life, confirm: true}
 	if l.list.active {
 		return l.askList(now, w)
