@@ -130,6 +130,11 @@ var causes = []cause{
 			if err := testserver.StepDownStream(c.anc, c.seq.stream); err != nil {
 				c.Error(err)
 			}
+			if c.seq.keeps > 0 { // with replicas, and a leader of its own
+				if err := testserver.StepDownConsumer(c.anc, c.seq.stream, "W"); err != nil {
+					c.Log(err)
+				}
+			}
 		},
 		resume:  maxBackoff,
 		creates: 5, pulls: 30,
@@ -219,11 +224,12 @@ var causes = []cause{
 		},
 		loses: true,
 		want: func(c *cell) string {
-			if c.moment == midBatch && !c.seq.keyed {
+			if c.moment == midBatch && c.seq.gaps {
 				return "gap" // what was not read is gone
 			}
 			return ""
 		},
+		resume:  2 * listHeartbeat, // a list has holes
 		creates: 2, pulls: 15,
 	},
 	{
@@ -276,7 +282,7 @@ var causes = []cause{
 		harm:  func(c *cell) { c.storeN(100) },
 		keeps: 15, dark: true, loses: true,
 		want: func(c *cell) string {
-			if !c.seq.keyed {
+			if c.seq.gaps {
 				return "gap"
 			}
 			return ""
@@ -285,6 +291,7 @@ var causes = []cause{
 			string(isParked):  "a parked reader takes what comes as it comes",
 			string(beforeAny): "the reader is parked and takes what comes as it comes",
 		},
+		resume:  2 * listHeartbeat, // a list has holes
 		creates: 2, pulls: 30,
 	},
 	{
@@ -306,7 +313,7 @@ var causes = []cause{
 			c.faults.Restore()
 		},
 		resume:  200 * time.Millisecond,
-		creates: 2, pulls: 40,
+		creates: 2, pulls: 40, reaps: true,
 	},
 	{
 		name:    "MaxWaiting reached",
@@ -342,17 +349,26 @@ var causes = []cause{
 	{
 		name: "maximum consumers",
 		harm: func(c *cell) {
-			c.limitConsumers(1)
-			if c.moment == atExit {
-				return
-			}
-			_, err := c.ajs.CreateStream(c.ctx, jetstream.StreamConfig{Name: "FULL", Subjects: []string{"full"}})
+			_, err := c.stream().CreateConsumer(c.ctx, jetstream.ConsumerConfig{Durable: "foreign", AckPolicy: jetstream.AckExplicitPolicy})
 			if err != nil {
 				c.Error(err)
 			}
+			c.limitConsumers(1)
 			c.loseConsumers()
 		},
-		lasts: 30 * time.Second, heal: func(c *cell) { c.limitConsumers(-1) },
+		lasts: 30 * time.Second,
+		heal: func(c *cell) {
+			c.limitConsumers(-1)
+			if err := c.stream().DeleteConsumer(c.ctx, "foreign"); err != nil {
+				c.Error(err)
+			}
+		},
+		idle: func(c *cell) string {
+			if c.moment != atExit && c.moment != inBody && len(c.made) < 4 {
+				return "no create was refused"
+			}
+			return ""
+		},
 		resume:  maxBackoff,
 		creates: 1 + allowed(30*time.Second), pulls: 15,
 	},

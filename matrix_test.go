@@ -54,6 +54,7 @@ func TestMatrix(t *testing.T) {
 								c.dir, c.copied = t.TempDir(), t.TempDir()
 								testserver.InBubble(t, func(t *testing.T) { c.T = t; c.play() })
 							case threeServers:
+								testserver.BeforeBubble() // what bubbles left in the pool is fatal outside of them
 								if cluster == nil {
 									var err error
 									if cluster, err = testserver.RunCluster(nil); err != nil {
@@ -63,6 +64,7 @@ func TestMatrix(t *testing.T) {
 								c.cluster = cluster
 								c.play()
 							case process:
+								testserver.BeforeBubble()
 								c.playStopped()
 							}
 						})
@@ -106,17 +108,19 @@ type sequence struct {
 	keyed  bool   // every message has a subject of its own
 	make   func(*cell)
 	open   func(context.Context, *cell) iter.Seq2[item, error]
-	again  bool // a message may come more than once
-	keeps  int  // consumers it leaves on purpose
-	rare   bool // only with -full
+	again  bool          // a message may come more than once, and not in order
+	gaps   bool          // ends with an error where messages were removed unread
+	keeps  int           // consumers it leaves on purpose
+	exit   time.Duration // that an exit takes at most
+	linger time.Duration // that the clean-up behind it takes at most
+	pulls  int           // more of them than an ordered reader sends
+	rare   bool          // only with -full
 }
 
 var kinds = []*sequence{
 	{
-		name: "Ordered", stream: "S", prefix: "s.",
-		make: func(c *cell) {
-			c.rig().stream(jetstream.StreamConfig{Storage: c.storage(), MaxMsgs: int64(c.cause.keeps), Replicas: c.replicas()})
-		},
+		name: "Ordered", stream: "S", prefix: "s.", gaps: true, exit: exitTime,
+		make: (*cell).makeStream,
 		open: func(ctx context.Context, c *cell) iter.Seq2[item, error] {
 			cfg := OrderedConfig{Stream: "S", MaxMessages: c.maxMessages(), Listener: c.log.listener(), Tuning: c.tuning()}
 			if c.moment == beforeAny {
@@ -127,6 +131,10 @@ var kinds = []*sequence{
 	},
 	watching("Watch", 1, false),
 	watching("Watch of 5 revisions", 5, true),
+}
+
+func (c *cell) makeStream() {
+	c.rig().stream(jetstream.StreamConfig{Storage: c.storage(), MaxMsgs: int64(c.cause.keeps), Replicas: c.replicas()})
 }
 
 func messages(seq iter.Seq2[Msg, error]) iter.Seq2[item, error] {
@@ -145,7 +153,7 @@ func messages(seq iter.Seq2[Msg, error]) iter.Seq2[item, error] {
 
 func watching(name string, history uint8, rare bool) *sequence {
 	return &sequence{
-		name: name, stream: "KV_B", prefix: "$KV.B.", keyed: true, rare: rare,
+		name: name, stream: "KV_B", prefix: "$KV.B.", keyed: true, exit: exitTime, rare: rare,
 		make: func(c *cell) {
 			c.rig().bucket(jetstream.KeyValueConfig{History: history, Storage: c.storage(), Replicas: c.replicas()})
 			if c.cause.keeps > 0 {
@@ -202,6 +210,7 @@ type cause struct {
 	loses      bool // messages that are not in the stream any more need not come
 	users      bool // the server has users, and the loop's may be denied subjects
 	reconnects bool // Tuning.ReconnectHalfOpen
+	reaps      bool // what is not used is reaped, also what is kept on purpose
 	untidy     bool // a consumer may be left to InactiveThreshold
 
 	resume         time.Duration // from the end of the trouble to the message behind it, at most
@@ -328,7 +337,9 @@ func (c *cell) store(tail string) {
 		ack, err := c.ajs.Publish(ctx, c.seq.prefix+tail, []byte("x"), jetstream.WithMsgID(id))
 		cancel()
 		if err == nil {
+			c.mu.Lock()
 			c.stored = append(c.stored, ack.Sequence)
+			c.mu.Unlock()
 			return
 		}
 		if c.ctx.Err() != nil {
@@ -369,6 +380,9 @@ func (c *cell) consumers() []string {
 
 func (c *cell) loseConsumers() {
 	for _, n := range c.consumers() {
+		if n == "foreign" {
+			continue
+		}
 		// The loop may have been faster.
 		if err := c.ajs.DeleteConsumer(c.ctx, c.seq.stream, n); err != nil && !errors.Is(err, jetstream.ErrConsumerNotFound) {
 			c.Error(err)
@@ -575,11 +589,14 @@ func (c *cell) play() {
 			continue
 		}
 		c.got = append(c.got, i.seq)
-		if c.last = i.subject == c.seq.prefix+"end"; c.last {
-			exit = time.Now()
+		if i.subject == c.seq.prefix+"end" && !c.last {
+			c.last = true
 			c.mu.Lock()
-			c.took = exit.Sub(c.healed)
+			c.took = time.Since(c.healed)
 			c.mu.Unlock()
+		}
+		if c.last && (!c.seq.again || c.whole()) {
+			exit = time.Now()
 			break
 		}
 		switch n := len(c.got); {
@@ -624,6 +641,30 @@ func (c *cell) play() {
 	}
 }
 
+// whole reports whether everything has come: what may come again may also come
+// late.
+func (c *cell) whole() bool {
+	if c.cause.loses {
+		return true
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, q := range c.expected() {
+		if !slices.Contains(c.got, q) {
+			return false
+		}
+	}
+	return true
+}
+
+// expected is what was stored for the reader.
+func (c *cell) expected() []uint64 {
+	if c.moment == beforeAny {
+		return c.stored[backlog:]
+	}
+	return c.stored
+}
+
 // checkYielded compares what was yielded with what was stored.
 func (c *cell) checkYielded() {
 	for i, q := range c.got {
@@ -631,10 +672,7 @@ func (c *cell) checkYielded() {
 			c.Errorf("%d behind %d", q, c.got[i-1])
 		}
 	}
-	want := c.stored
-	if c.moment == beforeAny {
-		want = want[backlog:]
-	}
+	want := c.expected()
 	for _, q := range c.got {
 		if !slices.Contains(want, q) && c.ends() == "" {
 			c.Errorf("%d should not be here", q)
@@ -645,7 +683,7 @@ func (c *cell) checkYielded() {
 		if c.err == nil || !endings[ends](c.err) || !strings.HasPrefix(c.err.Error(), "paced: ") {
 			c.Errorf("ended with %v, want %s", c.err, ends)
 		}
-		if n := len(c.got); c.moment != beforeAny && !slices.Equal(c.got, want[:min(n, len(want))]) {
+		if n := len(c.got); c.moment != beforeAny && !c.seq.again && !slices.Equal(c.got, want[:min(n, len(want))]) {
 			c.Errorf("got %v", c.got)
 		}
 		if c.last {
@@ -700,8 +738,8 @@ func (c *cell) checkTraffic() {
 	if n := len(c.made); n > creates {
 		c.Errorf("%d creates, want at most %d", n, creates)
 	}
-	if n := len(c.pulled) + len(c.confirms); n > c.cause.pulls {
-		c.Errorf("%d pulls, want at most %d", n, c.cause.pulls)
+	if n := len(c.pulled) + len(c.confirms); n > c.cause.pulls+c.seq.pulls {
+		c.Errorf("%d pulls, want at most %d", n, c.cause.pulls+c.seq.pulls)
 	}
 	if n := busiest(c.pulled, c.data); n > 10 {
 		c.Errorf("%d pulls in a second without a message", n)
@@ -738,10 +776,15 @@ func busiest(events, messages []time.Time) int {
 func (c *cell) checkLeft() {
 	// Under real time a busy machine delays everything; there exits are
 	// measured by TestExitOnMuteAndDeadServer.
-	if !c.real() && c.left > exitTime {
+	if !c.real() && c.left > c.seq.exit {
 		c.Errorf("the exit took %v", c.left)
 	}
+	keeps := c.seq.keeps
 	if !c.real() {
+		time.Sleep(c.seq.linger)
+		if c.cause.reaps && (c.moment == atExit || c.cause.untidy) {
+			keeps = 0
+		}
 		if c.moment == atExit || c.cause.untidy {
 			time.Sleep(defaultInactive + 2*time.Second)
 		}
@@ -766,7 +809,7 @@ func (c *cell) checkLeft() {
 		one, cancel := context.WithTimeout(ctx, time.Second)
 		defer cancel()
 		if s, err := c.ajs.Stream(one, c.seq.stream); err == nil {
-			if n := s.CachedInfo().State.Consumers; n != c.seq.keeps && !(c.real() && c.moment == atExit) {
+			if n := s.CachedInfo().State.Consumers; n != keeps && !(c.real() && c.moment == atExit) {
 				return fmt.Sprintf("%d consumers left", n)
 			}
 		} else if !errors.Is(err, jetstream.ErrStreamNotFound) {
