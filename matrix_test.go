@@ -37,14 +37,14 @@ func TestMatrix(t *testing.T) {
 	var cluster *testserver.Cluster
 	for i := range causes {
 		k := &causes[i]
-		t.Run(name(k.name), func(t *testing.T) {
+		t.Run(testName(k.name), func(t *testing.T) {
 			for _, m := range moments {
-				t.Run(name(string(m)), func(t *testing.T) {
+				t.Run(testName(string(m)), func(t *testing.T) {
 					for _, s := range kinds {
 						if !*full && (s.rare || (k.world != bubble && m != isParked && m != midBatch)) {
 							continue
 						}
-						t.Run(name(s.name), func(t *testing.T) {
+						t.Run(testName(s.name), func(t *testing.T) {
 							if why := k.applies(m, s); why != "" {
 								t.Skip(why)
 							}
@@ -78,7 +78,7 @@ func TestMatrix(t *testing.T) {
 	}
 }
 
-func name(s string) string { return strings.ReplaceAll(s, " ", "_") }
+func testName(s string) string { return strings.ReplaceAll(s, " ", "_") }
 
 // moment is what the loop is doing when the trouble begins.
 type moment string
@@ -126,7 +126,7 @@ var kinds = []*sequence{
 			if c.moment == beforeAny {
 				cfg.DeliverPolicy = jetstream.DeliverNewPolicy
 			}
-			return messages(Ordered(ctx, c.js, cfg))
+			return items(c, Ordered(ctx, c.js, cfg), func(m Msg) Msg { return m })
 		},
 	},
 	watching("Watch", 1, false),
@@ -137,12 +137,18 @@ func (c *cell) makeStream() {
 	c.rig().stream(jetstream.StreamConfig{Storage: c.storage(), MaxMsgs: int64(c.cause.keeps), Replicas: c.replicas()})
 }
 
-func messages(seq iter.Seq2[Msg, error]) iter.Seq2[item, error] {
+// items reduces a sequence to what a cell looks at, and checks each pair: a
+// value or an error, never both, never neither.
+func items[T comparable](c *cell, seq iter.Seq2[T, error], msg func(T) Msg) iter.Seq2[item, error] {
 	return func(yield func(item, error) bool) {
-		for m, err := range seq {
+		for v, err := range seq {
+			var zero T
+			if (v == zero) != (err != nil) {
+				c.Errorf("yields %v and %v", v, err)
+			}
 			var i item
 			if err == nil {
-				i = item{m.Sequence(), m.Subject()}
+				i = item{msg(v).Sequence(), msg(v).Subject()}
 			}
 			if !yield(i, err) {
 				return
@@ -166,17 +172,7 @@ func watching(name string, history uint8, rare bool) *sequence {
 		},
 		open: func(ctx context.Context, c *cell) iter.Seq2[item, error] {
 			cfg := WatchConfig{Bucket: "B", MaxMessages: c.maxMessages(), UpdatesOnly: c.moment == beforeAny, Listener: c.log.listener(), Tuning: c.tuning()}
-			return func(yield func(item, error) bool) {
-				for e, err := range Watch(ctx, c.js, cfg) {
-					var i item
-					if err == nil {
-						i = item{e.Revision(), e.msg.Subject()}
-					}
-					if !yield(i, err) {
-						return
-					}
-				}
-			}
+			return items(c, Watch(ctx, c.js, cfg), func(e Entry) Msg { return e.msg })
 		},
 	}
 }
@@ -417,9 +413,10 @@ func (c *cell) filter(f faultproxy.Frame) faultproxy.Action {
 	case strings.Contains(f.Subject, ".CONSUMER.MSG.NEXT."):
 		var p struct {
 			Heartbeat time.Duration `json:"idle_heartbeat"`
+			Expires   time.Duration `json:"expires"`
 		}
-		if err := json.Unmarshal(f.Payload, &p); err != nil {
-			c.Error(err)
+		if err := json.Unmarshal(f.Payload, &p); err != nil || p.Heartbeat <= 0 || p.Expires < 2*p.Heartbeat {
+			c.Errorf("a pull without end or heartbeat: %s", f.Payload)
 		}
 		// Confirming pulls, and the main ones of a list, have short ones.
 		if p.Heartbeat < catchUpHeartbeat {
