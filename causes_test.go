@@ -44,6 +44,7 @@ var causes = []cause{
 		name:    "connection cut",
 		harm:    func(c *cell) { c.faults.Disconnect() },
 		resume:  200 * time.Millisecond,
+		work:    youth, // a pull that young may still be served
 		creates: 2, pulls: 15,
 	},
 	{
@@ -51,6 +52,7 @@ var causes = []cause{
 		harm:  func(c *cell) { c.faults.Cut() },
 		lasts: time.Minute, heal: func(c *cell) { c.faults.Restore() },
 		resume:  200 * time.Millisecond,
+		work:    youth,
 		creates: 2, pulls: 15,
 	},
 	{
@@ -71,6 +73,7 @@ var causes = []cause{
 		},
 		resume:  200 * time.Millisecond,
 		rebuild: maxBackoff, // each attempt was cut
+		work:    maxBackoff,
 		creates: 12, pulls: 600,
 	},
 	{
@@ -78,6 +81,7 @@ var causes = []cause{
 		harm:  func(c *cell) { c.faults.Mute(faultproxy.ToClient) },
 		lasts: 3 * time.Minute, heal: func(c *cell) { c.faults.Unmute(faultproxy.ToClient) },
 		resume:  maxBackoff,
+		work:    defaultAckWait, // it was sent into the dead connection
 		creates: 20, pulls: 20,
 	},
 	{
@@ -96,6 +100,7 @@ var causes = []cause{
 		lasts:      20 * time.Second,
 		reconnects: true,
 		resume:     2*defaultHeartbeat + 3*time.Second,
+		work:       defaultAckWait,
 		creates:    4, pulls: 15,
 	},
 	{
@@ -120,6 +125,9 @@ var causes = []cause{
 			c.restart()
 		},
 		file: true, dark: true, copies: true,
+		na: map[string]string{
+			string(beforeAny) + "/Consume": "nothing was received that the older copy could contradict",
+		},
 		want:    func(*cell) string { return "recreated" },
 		creates: 4, pulls: 15,
 	},
@@ -187,12 +195,14 @@ var causes = []cause{
 		harm: func(c *cell) {
 			c.swallow(1, func(f faultproxy.Frame) bool { return strings.HasPrefix(f.Reply, "$JS.ACK.") })
 		},
+		work:    2*defaultHeartbeat + time.Second, // nothing shows it but silence
 		creates: 2, pulls: 15,
 	},
 	{
 		name:    "expiry swallowed",
 		harm:    func(c *cell) { c.swallow(1, func(f faultproxy.Frame) bool { return f.Status() == 408 }) },
 		lasts:   40 * time.Second,
+		work:    pullSlack,
 		creates: 1, pulls: 15,
 	},
 	{
@@ -407,9 +417,16 @@ func permission(what, subject, ends string) cause {
 				time.Sleep(10 * time.Second)
 				c.swallow(1, func(f faultproxy.Frame) bool { return f.Status() == 409 })
 				c.loseConsumers()
+			} else if c.seq.keeps > 0 && what != "pull" && what != "delete" {
+				c.loseConsumers() // it would outlive the restart, and nothing be asked for
 			}
 		},
-		want:  func(*cell) string { return ends },
+		want: func(c *cell) string {
+			if what == "consumer info" && c.seq.keeps > 0 {
+				return "no permission" // it cannot look whether it is there
+			}
+			return ends
+		},
 		users: true, file: true, untidy: what == "delete",
 		resume:  2*defaultHeartbeat + time.Second,
 		creates: 4, pulls: 20,

@@ -157,7 +157,9 @@ func TestChild(t *testing.T) {
 			time.Sleep(200 * time.Millisecond)
 		}
 	}
-	if n := nc.NumSubscriptions(); n > 0 {
-		t.Errorf("%d subscriptions left", n)
+	for limit := time.Now().Add(c.seq.linger + time.Second); nc.NumSubscriptions() > 0; time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(limit) {
+			t.Fatalf("%d subscriptions left", nc.NumSubscriptions())
+		}
 	}
 }

@@ -12,7 +12,7 @@ func init() { kinds = append(kinds, consuming) }
 
 var consuming = &sequence{
 	name: "Consume", stream: "S", prefix: "s.",
-	again: true, keeps: 1, exit: exitHandBack, linger: handBackTime + barrierTime, pulls: 30, rare: true,
+	again: true, keeps: 1, exit: exitHandBack, linger: handBackTime + barrierTime, pulls: 30,
 	make: (*cell).makeStream,
 	open: func(ctx context.Context, c *cell) iter.Seq2[item, error] {
 		var last Msg

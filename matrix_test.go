@@ -210,7 +210,8 @@ type cause struct {
 	untidy     bool // a consumer may be left to InactiveThreshold
 
 	resume         time.Duration // from the end of the trouble to the message behind it, at most
-	rebuild        time.Duration // the same for the moment rebuilding, where it differs
+	rebuild        time.Duration // the same for the moment rebuilding, where it is more
+	work           time.Duration // the same with explicit acks, where it is more
 	creates, pulls int           // in all, at most
 }
 
@@ -352,14 +353,22 @@ func (c *cell) storeN(n int) {
 	}
 }
 
+// stream looks the stream up. A request that falls between two servers is never
+// answered.
 func (c *cell) stream() jetstream.Stream {
 	c.Helper()
-	s, err := c.ajs.Stream(c.ctx, c.seq.stream)
-	if err != nil {
-		c.Errorf("stream: %v", err)
-		runtime.Goexit()
+	for {
+		ctx, cancel := context.WithTimeout(c.ctx, 2*time.Second)
+		s, err := c.ajs.Stream(ctx, c.seq.stream)
+		cancel()
+		if err == nil {
+			return s
+		}
+		if c.ctx.Err() != nil || !errors.Is(err, context.DeadlineExceeded) {
+			c.Errorf("stream: %v", err)
+			runtime.Goexit()
+		}
 	}
-	return s
 }
 
 func (c *cell) consumers() []string {
@@ -708,6 +717,9 @@ func (c *cell) checkYielded() {
 			c.Errorf("%d is missing", q)
 		}
 		most := c.cause.resume
+		if c.seq.again {
+			most = max(most, c.cause.work)
+		}
 		if c.moment == rebuilding {
 			// The answer that takes its time, and the backoff where that
 			// consumer is lost as well.
@@ -806,7 +818,12 @@ func (c *cell) checkLeft() {
 		one, cancel := context.WithTimeout(ctx, time.Second)
 		defer cancel()
 		if s, err := c.ajs.Stream(one, c.seq.stream); err == nil {
-			if n := s.CachedInfo().State.Consumers; n != keeps && !(c.real() && c.moment == atExit) {
+			// Where the loop did not go on there may be none to keep.
+			least := keeps
+			if c.err != nil || c.moment == atExit {
+				least = 0
+			}
+			if n := s.CachedInfo().State.Consumers; (n > keeps || n < least) && !(c.real() && c.moment == atExit) {
 				return fmt.Sprintf("%d consumers left", n)
 			}
 		} else if !errors.Is(err, jetstream.ErrStreamNotFound) {
