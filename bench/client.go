@@ -2,13 +2,16 @@ package main
 
 import (
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"runtime"
+	"runtime/debug"
 	"runtime/metrics"
 	"runtime/pprof"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -18,30 +21,32 @@ import (
 
 // result is what one run of one contestant found.
 type result struct {
-	Messages int
-	Time     time.Duration
-	CPU      time.Duration // user and system, of the whole process
-	Mallocs  uint64
-	PeakHeap uint64 // sampled
-	Rebuilds int    // consumers made in place of one that was lost
-	Dropped  int    // messages that found no room
-	Errors   int    // told to an error handler
-
-	// Added by the parent.
-	ServerCPU time.Duration
-	Others    float64 // share of the machine that other processes used
+	Values  map[string]float64 // by the name of a metric
+	Waiting []sample           // for the picture
 }
 
-func (r *result) rate() float64 { return float64(r.Messages) / r.Time.Seconds() }
-
-// client is what a contestant gets.
+// client is the process of one run: a connection and the loops on it.
 type client struct {
 	*benchCase
-	nc    *nats.Conn
-	js    jetstream.JetStream
-	meter meter
-	// Counted by contestants, for what they can see.
-	rebuilds, dropped int
+	nc      *nats.Conn
+	js      jetstream.JetStream
+	loops   []*loop
+	arrived arrivals
+
+	left       atomic.Int64 // loops that have not finished
+	begin, end reading
+	done       chan struct{}
+	heap       atomic.Uint64 // the peak
+}
+
+// loop is what a contestant gets: one reader of one stream.
+type loop struct {
+	*client
+	n         int
+	stream    string
+	handed    atomic.Int64 // messages given to the body
+	latencies []float64
+	_         [64]byte // loops count on several cores
 }
 
 // measure is the process of one run.
@@ -55,19 +60,22 @@ func measure(instructions string) error {
 		return fmt.Errorf("no case %q", j.Case)
 	}
 	c.n = j.N
-	run := c.contestant(j.Contestant)
+	who := c.contestant(j.Contestant)
 
-	var errs atomic.Int64
-	nc, err := nats.Connect(j.URL, nats.ErrorHandler(func(*nats.Conn, *nats.Subscription, error) { errs.Add(1) }))
-	if err != nil {
+	k := &client{benchCase: c, done: make(chan struct{})}
+	var failures atomic.Int64
+	options := []nats.Option{nats.ErrorHandler(func(*nats.Conn, *nats.Subscription, error) { failures.Add(1) })}
+	if c.watchesBuffer() {
+		options = append(options, nats.SetCustomDialer(&k.arrived))
+	}
+	var err error
+	if k.nc, err = nats.Connect(j.URL, options...); err != nil {
 		return err
 	}
-	defer nc.Close()
-	js, err := jetstream.New(nc)
-	if err != nil {
+	defer k.nc.Close()
+	if k.js, err = jetstream.New(k.nc); err != nil {
 		return err
 	}
-	k := &client{benchCase: c, nc: nc, js: js, meter: meter{n: c.n}}
 	if j.Profile != "" {
 		f, err := os.Create(j.Profile)
 		if err != nil {
@@ -79,63 +87,195 @@ func measure(instructions string) error {
 		}
 		defer pprof.StopCPUProfile()
 	}
-
-	m := &k.meter
-	m.start(c.limit)
-	err = run(context.Background(), k)
-	if err == nil && !m.done {
-		err = errors.New("ended early")
-	}
+	values, samples, err := k.run(j.URL, who)
 	if err != nil {
-		return fmt.Errorf("after %d messages: %w", m.seen, err)
+		return err
 	}
-	return json.NewEncoder(os.Stdout).Encode(result{
-		Messages: m.seen,
-		Time:     m.end.at.Sub(m.begin.at),
-		CPU:      m.end.cpu - m.begin.cpu,
-		Mallocs:  m.end.mallocs - m.begin.mallocs,
-		PeakHeap: m.peak.Load(),
-		Rebuilds: k.rebuilds,
-		Dropped:  k.dropped,
-		Errors:   int(errs.Load()),
-	})
+	values["errors"] = float64(failures.Load())
+	values["reconnects"] = float64(k.nc.Stats().Reconnects)
+	return json.NewEncoder(os.Stdout).Encode(result{values, samples})
 }
 
-// meter counts messages and takes the readings at both ends. Setting up is
-// inside, tearing down is not.
-type meter struct {
-	n, seen    int
-	done       bool
-	begin, end reading
-	late       atomic.Bool
-	peak       atomic.Uint64
+// run starts the loops and waits until all have finished. Setting up is
+// measured, tearing down is not.
+func (k *client) run(url string, who contestant) (map[string]float64, []sample, error) {
+	for range who.loopsIn(k.benchCase) {
+		k.loops = append(k.loops, &loop{client: k, n: k.n, stream: streamName})
+	}
+	if who.alone {
+		k.loops[0].n, k.loops[0].stream = k.n*k.loopCount(), wholeName
+	}
+	k.left.Store(int64(len(k.loops)))
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	failed := make(chan error, 1)
+	if k.every > 0 {
+		go func() {
+			if err := k.publish(url); err != nil {
+				failed <- err
+			}
+		}()
+	}
+	var limit <-chan time.Time
+	if k.limit > 0 {
+		limit = time.After(k.limit)
+	}
+	go k.watchHeap()
+	atRest := rest()
+	watch := watchBuffer(k)
+	k.begin = read()
+	returned := make(chan error, len(k.loops))
+	for _, l := range k.loops {
+		go func() {
+			err := who.run(ctx, l)
+			if err == nil && int(l.handed.Load()) < l.n {
+				err = errors.New("ended early")
+			}
+			if err != nil && ctx.Err() == nil {
+				select {
+				case failed <- fmt.Errorf("after %d messages: %w", l.handed.Load(), err):
+				default:
+				}
+			}
+			returned <- err
+		}()
+	}
+	unfinished := false
+	select {
+	case <-k.done:
+	case <-limit:
+		unfinished = true
+		k.end = read()
+	case err := <-failed:
+		return nil, nil, err
+	}
+	samples := watch.stop()
+	values := k.values(samples)
+	if k.idle > 0 {
+		k.measureIdle(values, atRest)
+	}
+	if unfinished {
+		values["unfinished"] = 1
+	}
+	// What they made on the server should be gone before the next run. Some are
+	// not able to.
+	cancel()
+	patience := time.After(time.Second)
+	for range k.loops {
+		select {
+		case <-returned:
+		case <-patience:
+			return values, samples, nil
+		}
+	}
+	return values, samples, nil
+}
+
+func (k *client) values(samples []sample) map[string]float64 {
+	var total int64
+	var latencies []float64
+	for _, l := range k.loops {
+		total += l.handed.Load()
+		latencies = append(latencies, l.latencies...)
+	}
+	n, seconds := float64(total), k.end.at.Sub(k.begin.at).Seconds()
+	v := map[string]float64{
+		"messages":   n,
+		"seconds":    seconds,
+		"msgs/s":     n / seconds,
+		"cpu/msg":    (k.end.cpu - k.begin.cpu).Seconds() * 1e6 / n,
+		"allocs/msg": float64(k.end.mallocs-k.begin.mallocs) / n,
+		"peak heap":  float64(k.heap.Load()) / 1e6,
+	}
+	if k.body > 0 && len(samples) > 0 {
+		// The first half belongs to those who have to learn how long the body
+		// takes; the picture shows it.
+		most := 0
+		for _, s := range samples {
+			if 2*s.Handed > int(total) {
+				most = max(most, s.Waiting)
+			}
+		}
+		v["waiting"] = float64(most) * k.body.Seconds() * 1e3
+	}
+	if len(latencies) > 0 {
+		slices.Sort(latencies)
+		v["p50"] = latencies[len(latencies)/2]
+		v["p99"] = latencies[len(latencies)*99/100]
+	}
+	return v
+}
+
+// hit is the loop body. It reports whether more messages are wanted.
+func (l *loop) hit(data []byte) bool {
+	n := l.handed.Add(1)
+	if l.every > 0 {
+		sent := time.Duration(binary.LittleEndian.Uint64(data))
+		l.latencies = append(l.latencies, float64(time.Since(epoch)-sent)/float64(time.Microsecond))
+	}
+	if l.body > 0 || l.phases != nil {
+		l.work()
+	}
+	return n < int64(l.n)
+}
+
+func (l *loop) work() {
+	start := time.Now()
+	d := l.body
+	if l.phases != nil {
+		d = bodyAt(l.phases, start.Sub(l.begin.at))
+	}
+	if d >= time.Millisecond {
+		time.Sleep(d)
+		return
+	}
+	for time.Since(start) < d {
+	}
+}
+
+// finish is called once in a loop, when it has read what it wanted. It checks
+// what can be checked without a cost for each message: as many came as the
+// sequence of the last says.
+func (l *loop) finish(last uint64) error {
+	if n := l.handed.Load(); n != int64(l.n) || last != uint64(n) {
+		return fmt.Errorf("messages are missing or came twice: %d came, the last has sequence %d", n, last)
+	}
+	if l.left.Add(-1) == 0 {
+		l.end = read()
+		close(l.done)
+	}
+	return nil
+}
+
+// epoch is the zero of the times that publish sends.
+var epoch = time.Now()
+
+// publish sends a message now and then, over a connection of its own, when the
+// loops have had time to find the stream empty.
+func (k *client) publish(url string) error {
+	nc, err := nats.Connect(url)
+	if err != nil {
+		return err
+	}
+	defer nc.Close()
+	time.Sleep(500 * time.Millisecond)
+	data := make([]byte, max(k.size, 8))
+	tick := time.NewTicker(k.every)
+	defer tick.Stop()
+	for range k.n {
+		<-tick.C
+		binary.LittleEndian.PutUint64(data, uint64(time.Since(epoch)))
+		if err := nc.Publish(dataSubject, data); err != nil {
+			return err
+		}
+	}
+	return nc.Flush()
 }
 
 type reading struct {
 	at      time.Time
 	cpu     time.Duration
 	mallocs uint64
-}
-
-func (m *meter) start(limit time.Duration) {
-	runtime.GC()
-	if limit > 0 {
-		time.AfterFunc(limit, func() { m.late.Store(true) })
-	}
-	go m.watchHeap()
-	m.begin = read()
-}
-
-// hit counts one message and reports whether more are wanted.
-func (m *meter) hit() bool {
-	if m.seen++; m.seen < m.n && !m.late.Load() {
-		return true
-	}
-	if !m.done {
-		m.end = read()
-		m.done = true
-	}
-	return false
 }
 
 func read() reading {
@@ -145,14 +285,45 @@ func read() reading {
 	return reading{at: at, cpu: cpu, mallocs: s.Mallocs}
 }
 
-// watchHeap samples the heap, garbage included. Reading this metric does not
-// stop the world.
-func (m *meter) watchHeap() {
-	sample := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}}
+// atRest is what a process has when it does nothing.
+type atRest struct {
+	goroutines  int
+	heap, stack uint64
+}
+
+func rest() atRest {
+	debug.FreeOSMemory() // also collects
+	runtime.GC()         // empties pools
+	var s runtime.MemStats
+	runtime.ReadMemStats(&s)
+	return atRest{runtime.NumGoroutine(), s.HeapAlloc, s.StackInuse}
+}
+
+// measureIdle says what a loop costs that has nothing to do.
+func (k *client) measureIdle(v map[string]float64, before atRest) {
+	time.Sleep(time.Second) // whatever belongs to the end of reading
+	now := rest()
+	cpu := cpuTime()
+	time.Sleep(k.idle)
+	cpu = cpuTime() - cpu
+	n := float64(len(k.loops))
+	v["goroutines"] = float64(now.goroutines-before.goroutines)/n - 1 // the caller's
+	v["heap/loop"] = (float64(now.heap) - float64(before.heap)) / n / 1e3
+	v["stack/loop"] = (float64(now.stack) - float64(before.stack)) / n / 1e3
+	v["cpu/loop"] = cpu.Seconds() * 1e6 / k.idle.Seconds() / n
+}
+
+// watchHeap samples the bytes in heap spans that hold an object, garbage
+// included (HeapInuse of runtime.MemStats). Reading these metrics does not stop
+// the world.
+func (k *client) watchHeap() {
+	samples := []metrics.Sample{
+		{Name: "/memory/classes/heap/objects:bytes"},
+		{Name: "/memory/classes/heap/unused:bytes"},
+	}
 	for range time.Tick(5 * time.Millisecond) {
-		metrics.Read(sample)
-		if n := sample[0].Value.Uint64(); n > m.peak.Load() {
-			m.peak.Store(n)
-		}
+		metrics.Read(samples)
+		n := samples[0].Value.Uint64() + samples[1].Value.Uint64()
+		k.heap.Store(max(k.heap.Load(), n))
 	}
 }

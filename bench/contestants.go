@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"time"
@@ -16,134 +15,167 @@ import (
 // floor is the least that reading through nats.go can cost: a subscription of
 // its own, one pull for everything, and nothing done with what comes. It keeps
 // no bound, detects no loss and cannot go on after one.
-func floor(ctx context.Context, k *client) error {
-	cons, err := k.js.CreateConsumer(ctx, streamName, jetstream.ConsumerConfig{
+func floor(ctx context.Context, l *loop) error {
+	cons, err := l.js.CreateConsumer(ctx, l.stream, jetstream.ConsumerConfig{
 		AckPolicy:     jetstream.AckNonePolicy,
 		MemoryStorage: true,
 	})
 	if err != nil {
 		return err
 	}
-	defer func() { _ = k.js.DeleteConsumer(ctx, streamName, cons.CachedInfo().Name) }()
-	inbox := k.nc.NewInbox()
-	ch := make(chan *nats.Msg, k.n+1)
-	sub, err := k.nc.ChanSubscribe(inbox, ch)
+	defer func() { _ = l.js.DeleteConsumer(ctx, l.stream, cons.CachedInfo().Name) }()
+	inbox := l.nc.NewInbox()
+	ch := make(chan *nats.Msg, l.n+1)
+	sub, err := l.nc.ChanSubscribe(inbox, ch)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = sub.Unsubscribe() }()
-	pull := fmt.Sprintf(`{"batch":%d,"expires":%d}`, k.n, 60*time.Second)
-	subject := "$JS.API.CONSUMER.MSG.NEXT." + streamName + "." + cons.CachedInfo().Name
-	if err := k.nc.PublishRequest(subject, inbox, []byte(pull)); err != nil {
+	pull := fmt.Sprintf(`{"batch":%d,"expires":%d}`, l.n, 60*time.Second)
+	subject := "$JS.API.CONSUMER.MSG.NEXT." + l.stream + "." + cons.CachedInfo().Name
+	if err := l.nc.PublishRequest(subject, inbox, []byte(pull)); err != nil {
 		return err
 	}
 	for m := range ch {
 		if m.Reply == "" {
 			return fmt.Errorf("status %s", m.Header.Get("Status"))
 		}
-		if !k.meter.hit() {
-			k.dropped, _ = sub.Dropped()
+		if !l.hit(m.Data) {
 			meta, err := m.Metadata()
 			if err != nil {
 				return err
 			}
-			return k.inOrder(meta.Sequence.Stream)
+			return l.finish(meta.Sequence.Stream)
 		}
 	}
 	return nil
 }
 
-func pacedOrdered(ctx context.Context, k *client) error {
-	cfg := paced.OrderedConfig{
-		Stream: streamName,
-		Listener: &paced.Listener{
-			Resubscribing: func(reason error, _ int, _ time.Duration) {
-				k.rebuilds++
-				fmt.Fprintln(os.Stderr, "rebuild:", reason)
-			},
-		},
+// bodyAlone has its messages already. Nothing is faster.
+func bodyAlone(_ context.Context, l *loop) error {
+	for l.hit(nil) {
 	}
-	for msg, err := range paced.Ordered(ctx, k.js, cfg) {
+	return l.finish(uint64(l.n))
+}
+
+func pacedOrdered(ctx context.Context, l *loop) error {
+	cfg := paced.OrderedConfig{Stream: l.stream, Listener: tellRebuilds}
+	for msg, err := range paced.Ordered(ctx, l.js, cfg) {
 		if err != nil {
 			return err
 		}
-		if !k.meter.hit() {
-			return k.inOrder(msg.Sequence())
+		if !l.hit(msg.Data()) {
+			return l.finish(msg.Sequence())
 		}
 	}
 	return nil
 }
 
-func orderedMessages(ctx context.Context, k *client) error {
-	cons, err := k.js.OrderedConsumer(ctx, streamName, jetstream.OrderedConsumerConfig{})
-	if err != nil {
-		return err
-	}
-	it, err := cons.Messages()
-	if err != nil {
-		return err
-	}
-	defer it.Stop()
-	for {
-		msg, err := it.Next()
+var tellRebuilds = &paced.Listener{
+	Resubscribing: func(reason error, _ int, _ time.Duration) { fmt.Fprintln(os.Stderr, "rebuild:", reason) },
+}
+
+// create makes the consumer for a reader of package jetstream.
+type create func(context.Context, *loop) (jetstream.Consumer, error)
+
+func ordered(ctx context.Context, l *loop) (jetstream.Consumer, error) {
+	return l.js.OrderedConsumer(ctx, l.stream, jetstream.OrderedConsumerConfig{})
+}
+
+func messages(create create) runFunc {
+	return func(ctx context.Context, l *loop) error {
+		cons, err := create(ctx, l)
 		if err != nil {
 			return err
 		}
-		if !k.meter.hit() {
-			return k.last(msg)
+		it, err := cons.Messages()
+		if err != nil {
+			return err
+		}
+		defer it.Stop()
+		defer context.AfterFunc(ctx, it.Stop)()
+		for {
+			msg, err := it.Next()
+			if err != nil {
+				return err
+			}
+			if more, err := l.take(msg); !more {
+				return err
+			}
 		}
 	}
 }
 
-func orderedConsume(ctx context.Context, k *client) error {
-	cons, err := k.js.OrderedConsumer(ctx, streamName, jetstream.OrderedConsumerConfig{})
-	if err != nil {
-		return err
-	}
-	done := make(chan error, 1)
-	over := false
-	cc, err := cons.Consume(func(msg jetstream.Msg) {
-		if !over && !k.meter.hit() {
-			over = true // it goes on calling until it is stopped
-			done <- k.last(msg)
+func consume(create create) runFunc {
+	return func(ctx context.Context, l *loop) error {
+		cons, err := create(ctx, l)
+		if err != nil {
+			return err
 		}
-	})
-	if err != nil {
-		return err
+		over := false
+		result := make(chan error, 1)
+		cc, err := cons.Consume(func(msg jetstream.Msg) {
+			if over {
+				return // it goes on calling until it is stopped
+			}
+			if more, err := l.take(msg); !more {
+				over = true
+				result <- err
+			}
+		})
+		if err != nil {
+			return err
+		}
+		defer cc.Stop()
+		select {
+		case err := <-result:
+			return err
+		case <-ctx.Done():
+			return ctx.Err()
+		}
 	}
-	defer cc.Stop()
-	return <-done
 }
 
-// last looks at the last message of a jetstream reader. The consumer's name
-// ends in the number of times it was made anew.
-func (k *client) last(msg jetstream.Msg) error {
+// fetchBatch is what Messages and Consume ask for by default.
+const fetchBatch = jetstream.DefaultMaxMessages
+
+func fetch(create create) runFunc {
+	return func(ctx context.Context, l *loop) error {
+		cons, err := create(ctx, l)
+		if err != nil {
+			return err
+		}
+		for {
+			batch, err := cons.Fetch(fetchBatch)
+			if err != nil {
+				return err
+			}
+			for msg := range batch.Messages() {
+				if more, err := l.take(msg); !more {
+					return err
+				}
+			}
+			if err := batch.Error(); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// take is what a reader of package jetstream does with a message.
+func (l *loop) take(msg jetstream.Msg) (more bool, err error) {
+	more = l.hit(msg.Data())
+	if l.ack {
+		if err := msg.Ack(); err != nil {
+			return false, err
+		}
+	}
+	if more {
+		return true, nil
+	}
 	meta, err := msg.Metadata()
 	if err != nil {
-		return err
+		return false, err
 	}
-	var serial int
-	if _, err := fmt.Sscanf(meta.Consumer[lastUnderscore(meta.Consumer)+1:], "%d", &serial); err == nil {
-		k.rebuilds = serial - 1
-	}
-	return k.inOrder(meta.Sequence.Stream)
-}
-
-func lastUnderscore(s string) int {
-	for i := len(s) - 1; i >= 0; i-- {
-		if s[i] == '_' {
-			return i
-		}
-	}
-	return -1
-}
-
-// inOrder checks what can be checked without a cost for each message: as many
-// messages as the last one's sequence says.
-func (k *client) inOrder(sequence uint64) error {
-	if sequence != uint64(k.meter.seen) {
-		return errors.New("messages are missing or came twice: " +
-			fmt.Sprintf("%d came, the last has sequence %d", k.meter.seen, sequence))
-	}
-	return nil
+	return false, l.finish(meta.Sequence.Stream)
 }

@@ -6,31 +6,38 @@ import (
 	"slices"
 	"strings"
 	"text/tabwriter"
-	"time"
 )
 
-// metric is what is measured: one column of the table.
+// metric is what is measured: one column of a table.
 type metric struct {
-	name  string
-	of    func(*result) float64
-	print func(float64) string
+	unit   string
+	digits int
 }
 
-var columns = []metric{
-	{"msgs/s", (*result).rate, digits(0)},
-	{"cpu/msg", func(r *result) float64 { return r.perMessage(float64(r.CPU) / float64(time.Microsecond)) }, digits(2)},
-	{"server cpu/msg", func(r *result) float64 { return r.perMessage(float64(r.ServerCPU) / float64(time.Microsecond)) }, digits(2)},
-	{"allocs/msg", func(r *result) float64 { return r.perMessage(float64(r.Mallocs)) }, digits(3)},
-	{"peak heap", func(r *result) float64 { return float64(r.PeakHeap) / (1 << 20) }, digits(1)},
+var known = map[string]metric{
+	"msgs/s":         {"", 0},
+	"seconds":        {"s", 2},
+	"cpu/msg":        {"µs", 2},
+	"server cpu/msg": {"µs", 2},
+	"allocs/msg":     {"", 3},
+	"peak heap":      {"MB", 1},
+	"waiting":        {"ms of work", 0},
+	"p50":            {"µs", 0},
+	"p99":            {"µs", 0},
+	"goroutines":     {"", 2},
+	"heap/loop":      {"kB", 1},
+	"stack/loop":     {"kB", 1},
+	"cpu/loop":       {"µs each second", 1},
+	"reconnects":     {"", 0},
 }
 
-const units = "cpu/msg in µs, user and system; peak heap in MiB, garbage included;\nothers: share of the machine that other processes used"
+func (m metric) print(v float64) string { return fmt.Sprintf("%.*f", m.digits, v) }
 
-func (r *result) perMessage(v float64) float64 { return v / float64(r.Messages) }
-
-func digits(n int) func(float64) string {
-	return func(v float64) string { return fmt.Sprintf("%.*f", n, v) }
-}
+const legend = `cpu/msg: user and system time of the client's process; peak heap: spans in use, garbage
+included, sampled; waiting: what has come and not been handed to the body, at most, in the
+second half of the run. In brackets the extremes. × is paced divided by the line's
+contestant, the median of the rounds.
+`
 
 // row is one comparison. The values are medians over all runs. The ratio is
 // taken in each round, between runs that were neighbours in time, because a
@@ -41,98 +48,132 @@ type row struct {
 	Paced    float64 `json:"paced"`
 	Peer     float64 `json:"peer"`
 	PeerName string  `json:"peer_name"`
-	Ratio    float64 `json:"ratio"` // paced / peer, the median over the rounds
+	Ratio    float64 `json:"ratio"` // paced / peer, the median over the rounds; 0 if the peer's is 0
 }
 
 // rows compares paced with every other contestant.
 func (c *benchCase) rows(results map[string][]result) []row {
-	var rows []row
-	if len(results[pacedName]) == 0 {
-		return nil
-	}
+	rows := []row{}
+	mine := results[pacedName]
 	for _, p := range c.contestants {
-		if p.name == pacedName {
+		its := results[p.name]
+		if p.name == pacedName || len(mine) == 0 {
 			continue
 		}
-		for _, m := range columns {
-			mine, _, _ := spread(results[pacedName], m.of)
-			its, _, _ := spread(results[p.name], m.of)
-			if its == 0 {
-				continue // not measured here
-			}
+		for _, name := range c.metrics {
+			r := row{Case: c.name, Metric: name, PeerName: p.name}
+			r.Paced, _, _ = spread(mine, name)
+			r.Peer, _, _ = spread(its, name)
 			var ratios []float64
-			for i := range results[p.name] {
-				ratios = append(ratios, m.of(&results[pacedName][i])/m.of(&results[p.name][i]))
+			for i := range its {
+				if v := its[i].Values[name]; v != 0 {
+					ratios = append(ratios, mine[i].Values[name]/v)
+				}
 			}
-			ratio, _, _ := median(ratios)
-			rows = append(rows, row{c.name, m.name, mine, its, p.name, ratio})
+			if len(ratios) > 0 {
+				r.Ratio, _, _ = median(ratios)
+			}
+			rows = append(rows, r)
 		}
 	}
 	return rows
 }
 
 // spread returns median, least and greatest.
-func spread(rs []result, of func(*result) float64) (mid, least, greatest float64) {
+func spread(rs []result, name string) (mid, least, greatest float64) {
 	var v []float64
-	for i := range rs {
-		v = append(v, of(&rs[i]))
+	for _, r := range rs {
+		v = append(v, r.Values[name])
 	}
 	return median(v)
 }
 
 // median sorts v and returns its median, least and greatest.
 func median(v []float64) (mid, least, greatest float64) {
+	if len(v) == 0 {
+		return 0, 0, 0
+	}
 	slices.Sort(v)
 	n := len(v)
 	return (v[(n-1)/2] + v[n/2]) / 2, v[0], v[n-1]
 }
 
-func (c *benchCase) print(w io.Writer, runs int, results map[string][]result, rows []row) {
-	fmt.Fprintf(w, "\n%s: %s\n%d messages of %d B in a memory stream; medians of %d runs; %s\n\n",
-		c.name, c.about, c.n, c.size, runs, units)
-	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	line := func(cells ...string) { fmt.Fprintln(t, strings.Join(cells, "\t")) }
+// brief is the line of a run.
+func (c *benchCase) brief(r result) string {
+	var s []string
+	for _, name := range append(slices.Clone(c.metrics[:min(3, len(c.metrics))]), "others") {
+		s = append(s, fmt.Sprintf("%s %s", name, known[name].print(r.Values[name])))
+	}
+	return strings.Join(s, ", ")
+}
 
+func (c *benchCase) print(w io.Writer, results map[string][]result, rows []row) {
+	fmt.Fprintf(w, "\n### %s\n\n%s: %d of %d B", c.name, c.about, c.n, c.size)
+	if c.loops > 1 {
+		fmt.Fprintf(w, " for each loop")
+	}
+	fmt.Fprintf(w, "; %d runs.\n\n", len(results[c.contestants[0].name]))
+
+	var lines [][]string
 	head := []string{""}
-	for _, m := range columns {
-		head = append(head, m.name, "")
+	for _, name := range c.metrics {
+		head = append(head, strings.TrimSpace(name+" "+known[name].unit), "×")
 	}
-	line(append(head, "rebuilds", "dropped", "errors", "others")...)
+	lines = append(lines, head)
+	var notes []string
 	for _, p := range c.contestants {
 		cells := []string{p.name}
-		for _, m := range columns {
-			median, least, greatest := spread(results[p.name], m.of)
-			cells = append(cells, m.print(median), "("+m.print(least)+".."+m.print(greatest)+")")
-		}
-		var rebuilds, dropped, errs int
-		for _, r := range results[p.name] {
-			rebuilds += r.Rebuilds
-			dropped += r.Dropped
-			errs += r.Errors
-		}
-		others, _, _ := spread(results[p.name], func(r *result) float64 { return r.Others })
-		line(append(cells, fmt.Sprint(rebuilds), fmt.Sprint(dropped), fmt.Sprint(errs), fmt.Sprintf("%.0f%%", 100*others))...)
-	}
-	t.Flush()
-	if len(rows) == 0 {
-		return
-	}
-
-	fmt.Fprintln(w)
-	head = []string{"paced against, by round"}
-	for _, m := range columns {
-		head = append(head, m.name)
-	}
-	line(head...)
-	for _, p := range c.contestants {
-		cells := []string{p.name}
-		for _, m := range columns {
-			if r := find(rows, m.name, p.name); r != nil {
-				cells = append(cells, fmt.Sprintf("%.3f×", r.Ratio)+c.verdict(r))
+		for _, name := range c.metrics {
+			m := known[name]
+			mid, least, greatest := spread(results[p.name], name)
+			cell := m.print(mid)
+			if least != greatest {
+				cell += " (" + m.print(least) + "–" + m.print(greatest) + ")"
 			}
+			ratio := ""
+			if r := find(rows, name, p.name); r != nil && r.Ratio != 0 {
+				ratio = fmt.Sprintf("%.2f", r.Ratio)
+			}
+			cells = append(cells, cell, ratio)
 		}
-		if len(cells) > 1 {
-			line(cells...)
+		lines = append(lines, cells)
+		notes = append(notes, trouble(p.name, results[p.name])...)
+	}
+	table(w, lines)
+	if len(notes) > 0 {
+		fmt.Fprintf(w, "\n%s.\n", strings.Join(notes, "; "))
+	}
+}
+
+// trouble tells what happened to a contestant that should not have.
+func trouble(name string, rs []result) (notes []string) {
+	for _, kind := range []struct{ value, text string }{
+		{"unfinished", "%s: did not finish, %d times"},
+		{"rebuilds", "%s: %d consumers made anew"},
+		{"reconnects", "%s: %d reconnects"},
+		{"errors", "%s: %d errors told to the connection's handler"},
+	} {
+		sum := 0
+		for _, r := range rs {
+			sum += int(r.Values[kind.value])
+		}
+		if sum > 0 {
+			notes = append(notes, fmt.Sprintf(kind.text, name, sum))
+		}
+	}
+	if most := slices.MaxFunc(rs, func(a, b result) int { return int(a.Values["others"] - b.Values["others"]) }); most.Values["others"] > 10 {
+		notes = append(notes, fmt.Sprintf("%s: other processes used up to %.0f %% of the machine", name, most.Values["others"]))
+	}
+	return notes
+}
+
+// table writes a Markdown table whose columns are aligned.
+func table(w io.Writer, lines [][]string) {
+	t := tabwriter.NewWriter(w, 0, 0, 1, ' ', 0)
+	for i, cells := range lines {
+		fmt.Fprintln(t, "| "+strings.Join(cells, "\t| ")+"\t|")
+		if i == 0 {
+			fmt.Fprintln(t, strings.Repeat("|---\t", len(cells))+"|")
 		}
 	}
 	t.Flush()
@@ -147,20 +188,50 @@ func find(rows []row, metric, peer string) *row {
 	return nil
 }
 
-// verdict says what was wanted of a ratio.
-func (c *benchCase) verdict(r *row) string {
+// verdict is a bound and what was found.
+type verdict struct {
+	text  []string
+	holds bool
+}
+
+// judge holds a case against what was wanted of it.
+func (c *benchCase) judge(results map[string][]result, rows []row) (vs []verdict) {
 	for _, w := range c.wants {
-		if w.metric != r.Metric || w.peer != r.PeerName {
-			continue
+		found, _, _ := spread(results[pacedName], w.metric)
+		unit, relation := " "+known[w.metric].unit, "at most"
+		if w.least {
+			relation = "at least"
 		}
-		word, sign, bound := "ok", "≥", w.atLeast
-		if w.atMost > 0 {
-			sign, bound = "≤", w.atMost
+		if w.peer != "" {
+			r := find(rows, w.metric, w.peer)
+			if r == nil {
+				continue // not among those that ran
+			}
+			found, unit = r.Ratio, " × "+w.peer
+			if w.above {
+				found, unit = r.Paced-r.Peer, " above "+w.peer
+			}
 		}
-		if (w.atMost > 0 && r.Ratio > bound) || (w.atMost == 0 && r.Ratio < bound) {
-			word = "MISSED"
-		}
-		return fmt.Sprintf(" (%s, %s %.4g)", word, sign, bound)
+		v := verdict{holds: w.least && found >= w.bound || !w.least && found <= w.bound}
+		v.text = []string{c.name, w.metric, fmt.Sprintf("%s %.4g%s", relation, w.bound, unit), fmt.Sprintf("%.3g", found)}
+		vs = append(vs, v)
 	}
-	return ""
+	return vs
+}
+
+func printVerdicts(w io.Writer, vs []verdict) {
+	if len(vs) == 0 {
+		return
+	}
+	lines := [][]string{{"case", "metric", "wanted", "found", ""}}
+	for _, v := range vs {
+		word := "missed"
+		if v.holds {
+			word = "holds"
+		}
+		lines = append(lines, append(v.text, word))
+	}
+	fmt.Fprint(w, "\n### Wanted\n\n")
+	table(w, lines)
+	fmt.Fprint(w, "\n"+legend)
 }

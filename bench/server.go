@@ -12,6 +12,8 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/nats-io/nats-server/v2/server"
+
 	"github.com/pacedgo/paced/internal/faultproxy"
 	"github.com/pacedgo/paced/internal/testserver"
 )
@@ -103,7 +105,9 @@ func serve(instructions string) error {
 		return err
 	}
 	defer os.RemoveAll(o.Dir)
-	srv, err := testserver.Run(testserver.Options{Listen: true, Dir: o.Dir})
+	srv, err := testserver.Run(testserver.Options{Listen: true, Dir: o.Dir, Configure: func(so *server.Options) {
+		so.JetStreamLimits.DefaultMaxConsumers = -1 // it is 1000 on a stream
+	}})
 	if err != nil {
 		return err
 	}
