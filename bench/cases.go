@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"time"
@@ -22,7 +23,8 @@ type benchCase struct {
 	ack   bool          // messages are acknowledged
 	every time.Duration // publish while the loops read, this far apart; the stream is empty before
 	idle  time.Duration // stay for this time when everything is read
-	limit time.Duration // a run ends after this time if n has not been reached; 0: that is an error
+	lasts time.Duration // a run ends after this time, wherever it is; 0: when n is reached
+	limit time.Duration // a run is given up after this time; default 2 minutes
 	long  bool          // runs once unless -full is given
 
 	phases []phase // for the picture: the body changes
@@ -153,7 +155,7 @@ var cases = []benchCase{
 	},
 	{
 		name: "rtt-50ms", about: "Round trip of 50 ms, for 4 s",
-		n: 400_000, size: 128, rtt: 50 * time.Millisecond, limit: 4 * time.Second, prepare: fillStream,
+		n: 400_000, size: 128, rtt: 50 * time.Millisecond, lasts: 4 * time.Second, prepare: fillStream,
 		contestants: with(thePaced), metrics: throughput,
 		wants: []want{atLeast(8, "Consume", "msgs/s")},
 	},
@@ -211,7 +213,7 @@ var cases = []benchCase{
 	},
 	{
 		name: "picture", about: "Buffer occupancy; the body takes 0.1 ms, then 10 ms, then 0.1 ms",
-		n: 100_000, size: 128, limit: 6 * time.Second, prepare: fillStream,
+		n: 100_000, size: 128, lasts: 6 * time.Second, prepare: fillStream,
 		phases:      []phase{{2 * time.Second, 100 * time.Microsecond}, {2 * time.Second, 10 * time.Millisecond}, {2 * time.Second, 100 * time.Microsecond}},
 		contestants: with(thePaced), metrics: []string{"msgs/s"},
 	},
@@ -246,6 +248,8 @@ func (c *benchCase) contestant(name string) contestant {
 	}
 	return contestant{}
 }
+
+func (c *benchCase) timeout() time.Duration { return cmp.Or(c.limit, 2*time.Minute) }
 
 func (c *benchCase) loopCount() int { return max(c.loops, 1) }
 

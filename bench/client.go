@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"encoding/json"
@@ -116,10 +117,7 @@ func (k *client) run(url string, who contestant) (map[string]float64, []sample, 
 			}
 		}()
 	}
-	var limit <-chan time.Time
-	if k.limit > 0 {
-		limit = time.After(k.limit)
-	}
+	over := time.After(cmp.Or(k.lasts, k.timeout()))
 	go k.watchHeap()
 	atRest := rest()
 	watch := watchBuffer(k)
@@ -143,8 +141,8 @@ func (k *client) run(url string, who contestant) (map[string]float64, []sample, 
 	unfinished := false
 	select {
 	case <-k.done:
-	case <-limit:
-		unfinished = true
+	case <-over:
+		unfinished = k.lasts == 0
 		k.end = read()
 	case err := <-failed:
 		return nil, nil, err

@@ -253,7 +253,7 @@ func (j *job) quietly(ctx context.Context, srv *serverProcess, c *benchCase, qui
 
 func (j *job) run(ctx context.Context, c *benchCase) (r result, err error) {
 	// A contestant that hangs must not hang the others.
-	ctx, cancel := context.WithTimeout(ctx, c.limit+2*time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, c.timeout()+time.Minute)
 	defer cancel()
 	cmd, err := child(ctx, "client", j)
 	if err != nil {

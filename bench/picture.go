@@ -36,7 +36,7 @@ func draw(c *benchCase, results map[string][]result) []byte {
 		}
 	}
 	top := (most + 99) / 100 * 100
-	x := func(t time.Duration) float64 { return plotLeft + plotWidth*t.Seconds()/c.limit.Seconds() }
+	x := func(t time.Duration) float64 { return plotLeft + plotWidth*t.Seconds()/c.lasts.Seconds() }
 	y := func(n int) float64 { return plotTop + plotHeight*(1-float64(n)/float64(top)) }
 
 	var b strings.Builder
@@ -65,13 +65,13 @@ func draw(c *benchCase, results map[string][]result) []byte {
 		line(plotLeft, y(n), plotLeft+plotWidth, y(n))
 		text(plotLeft-8, y(n)+4, "end", black, fmt.Sprint(n))
 	}
-	for t := time.Duration(0); t <= c.limit; t += time.Second {
+	for t := time.Duration(0); t <= c.lasts; t += time.Second {
 		text(x(t), plotTop+plotHeight+18, "middle", black, fmt.Sprint(int(t.Seconds()), " s"))
 	}
 	for i, p := range c.contestants {
 		fmt.Fprintf(&b, `<path fill="none" stroke="%s" stroke-width="1.5" d="`, colours[i%len(colours)])
-		step, command := c.limit/(plotWidth/2), "M"
-		for bin := time.Duration(0); bin < c.limit; bin += step {
+		step, command := c.lasts/(plotWidth/2), "M"
+		for bin := time.Duration(0); bin < c.lasts; bin += step {
 			n := -1
 			for _, s := range results[p.name][0].Waiting {
 				if s.At >= bin && s.At < bin+step {
