@@ -175,6 +175,18 @@ var cases = []benchCase{
 		contestants: with(thePaced, aloneLoop), metrics: throughput,
 		wants: []want{atLeast(0.85, "one loop", "msgs/s")},
 	},
+	{
+		name: "ack", about: "Durable consumer, each message acknowledged, body does nothing",
+		n: 150_000, size: 128, ack: true, prepare: fillStream,
+		contestants: []contestant{
+			{name: pacedName, run: pacedConsume},
+			{name: "Messages", run: messages(durable)},
+			{name: "Consume", run: consume(durable)},
+			{name: "Fetch", run: fetch(durable)},
+		},
+		metrics: throughput,
+		wants:   []want{atLeast(1, "Consume", "msgs/s"), atLeast(1.2, "Messages", "msgs/s")},
+	},
 	keysCase("keys-1k", 1000),
 	keysCase("keys-10k", 10_000),
 	keysCase("keys-100k", 100_000),

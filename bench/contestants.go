@@ -71,6 +71,23 @@ func pacedOrdered(ctx context.Context, l *loop) error {
 	return nil
 }
 
+func pacedConsume(ctx context.Context, l *loop) error {
+	cfg := paced.ConsumeConfig{Stream: l.stream, Consumer: durableConfig, Listener: tellRebuilds}
+	for msg, err := range paced.Consume(ctx, l.js, cfg) {
+		if err != nil {
+			return err
+		}
+		more := l.hit(msg.Data())
+		if err := msg.Ack(); err != nil {
+			return err
+		}
+		if !more {
+			return l.finish(msg.Sequence())
+		}
+	}
+	return nil
+}
+
 var tellRebuilds = &paced.Listener{
 	Resubscribing: func(reason error, _ int, _ time.Duration) { fmt.Fprintln(os.Stderr, "rebuild:", reason) },
 }
@@ -80,6 +97,12 @@ type create func(context.Context, *loop) (jetstream.Consumer, error)
 
 func ordered(ctx context.Context, l *loop) (jetstream.Consumer, error) {
 	return l.js.OrderedConsumer(ctx, l.stream, jetstream.OrderedConsumerConfig{})
+}
+
+var durableConfig = jetstream.ConsumerConfig{Durable: "bench", AckPolicy: jetstream.AckExplicitPolicy}
+
+func durable(ctx context.Context, l *loop) (jetstream.Consumer, error) {
+	return l.js.CreateOrUpdateConsumer(ctx, l.stream, durableConfig)
 }
 
 func messages(create create) runFunc {
