@@ -65,9 +65,22 @@
 // same loop and the same contract. A list of last values is exact on streams of
 // any history, through every rebuild.
 //
+// # Work queues
+//
+// [Consume] and the handle [NewConsumer] read a consumer with explicit
+// acknowledgements, one loop or many. The body settles each message, from any
+// goroutine; until then, or until AckWait has passed, the message takes one of
+// MaxMessages. What a loop did not hand out goes back when it ends, and
+// [Consumer.Drain] ends it without costing a message an attempt.
+//
+// # Batches
+//
+// Every handle has Batches(ctx, n, wait): up to n messages at a time, handled as
+// a whole, and an empty batch when wait has passed, so that the loop keeps time.
+//
 // # Limits
 //
-// The stream must keep its messages by limits. What retention removed before it
+// For [Ordered] the stream must keep its messages by limits. What retention removed before it
 // was read is a [*GapError], or an event with GapContinue. Behind a filter, or on
 // a stream with a limit per subject, nobody can tell whether a removed message
 // was wanted: [Listener].Gap then tells of a possible gap. Messages deleted one
