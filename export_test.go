@@ -4,7 +4,9 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"sync"
 	"testing"
+	"unsafe"
 
 	"github.com/nats-io/nats.go"
 
@@ -21,7 +23,11 @@ func budgetHeld(nc *nats.Conn) int {
 // listeners counts the status listeners of nc. nats.go has no way to ask.
 func listeners(nc *nats.Conn) int {
 	n := 0
-	m := reflect.ValueOf(nc).Elem().FieldByName("statListeners")
+	conn := reflect.ValueOf(nc).Elem()
+	mu := (*sync.RWMutex)(unsafe.Pointer(conn.FieldByName("mu").UnsafeAddr()))
+	mu.RLock()
+	defer mu.RUnlock()
+	m := conn.FieldByName("statListeners")
 	for _, k := range m.MapKeys() {
 		n += m.MapIndex(k).Len()
 	}

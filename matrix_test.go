@@ -134,7 +134,11 @@ var kinds = []*sequence{
 }
 
 func (c *cell) makeStream() {
-	c.rig().stream(jetstream.StreamConfig{Storage: c.storage(), MaxMsgs: int64(c.cause.keeps), Replicas: c.replicas()})
+	sc := jetstream.StreamConfig{Name: "S", Subjects: []string{"s.>"}, Storage: c.storage(), MaxMsgs: int64(c.cause.keeps), Replicas: c.replicas()}
+	c.eventually(func(ctx context.Context) error {
+		_, err := c.ajs.CreateStream(ctx, sc)
+		return err
+	})
 }
 
 // items reduces a sequence to what a cell looks at, and checks each pair: a
@@ -161,7 +165,10 @@ func watching(name string, history uint8, rare bool) *sequence {
 	return &sequence{
 		name: name, stream: "KV_B", prefix: "$KV.B.", keyed: true, exit: exitTime, rare: rare,
 		make: func(c *cell) {
-			c.rig().bucket(jetstream.KeyValueConfig{History: history, Storage: c.storage(), Replicas: c.replicas()})
+			c.eventually(func(ctx context.Context) error {
+				_, err := c.ajs.CreateKeyValue(ctx, jetstream.KeyValueConfig{Bucket: "B", History: history, Storage: c.storage(), Replicas: c.replicas()})
+				return err
+			})
 			if c.cause.keeps > 0 {
 				sc := c.stream().CachedInfo().Config
 				sc.MaxMsgs, sc.Discard = int64(c.cause.keeps), jetstream.DiscardOld
@@ -307,7 +314,22 @@ func (c *cell) tuning() Tuning {
 	return t
 }
 
-func (c *cell) rig() *rig { return &rig{T: c.T, srv: c.srv, nc: c.anc, js: c.ajs} }
+// eventually tries until it works: a cluster between two leaders answers
+// nothing.
+func (c *cell) eventually(try func(context.Context) error) {
+	for {
+		ctx, cancel := context.WithTimeout(c.ctx, 2*time.Second)
+		err := try(ctx)
+		cancel()
+		if err == nil {
+			return
+		}
+		if !c.real() || c.ctx.Err() != nil {
+			c.Fatal(err)
+		}
+		time.Sleep(100 * time.Millisecond)
+	}
+}
 
 // pause is how long the loop is left alone before the trouble begins: it is
 // parked then.
