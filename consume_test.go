@@ -235,11 +235,11 @@ func TestConsumeShares(t *testing.T) {
 		r.publish("s.a", 1000)
 		ctx, cancel := context.WithCancel(t.Context())
 		var wg sync.WaitGroup
-		var counts [2]int
+		var counts [2]atomic.Int64
 		loop := func(i int, first chan<- time.Duration) {
 			start := time.Now()
 			_ = consume(t, r, ctx, worker(jetstream.ConsumerConfig{}), func(m Msg) bool {
-				if counts[i]++; counts[i] == 1 {
+				if counts[i].Add(1) == 1 {
 					first <- time.Since(start)
 				}
 				time.Sleep(100 * time.Millisecond)
@@ -248,7 +248,7 @@ func TestConsumeShares(t *testing.T) {
 		}
 		wg.Go(func() { loop(0, make(chan time.Duration, 2)) })
 		time.Sleep(time.Second)
-		counts[0] = 0
+		counts[0].Store(0)
 		first := make(chan time.Duration, 1)
 		wg.Go(func() { loop(1, first) })
 		time.Sleep(10 * time.Second)
@@ -257,7 +257,7 @@ func TestConsumeShares(t *testing.T) {
 		if d := <-first; d > 100*time.Millisecond {
 			t.Errorf("the second loop waited %v", d)
 		}
-		if a, b := counts[0], counts[1]; a+b < 195 || max(a, b)*10 > min(a, b)*11 {
+		if a, b := counts[0].Load(), counts[1].Load(); a+b < 195 || max(a, b)*10 > min(a, b)*11 {
 			t.Errorf("shares %d and %d", a, b)
 		}
 	})
