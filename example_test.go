@@ -8,10 +8,12 @@ import (
 	"log"
 	"os"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/pacedgo/paced"
 	"github.com/pacedgo/paced/internal/testserver"
@@ -523,4 +525,143 @@ func ExampleHistory() {
 	// 3 apple KeyValuePutOp 3
 	// 4 plum KeyValuePutOp 4
 	// 5 plum KeyValueDeleteOp
+}
+
+// Work on a queue: settle each message.
+func ExampleConsume() {
+	js, stop := orders(4)
+	defer stop()
+	ctx := context.Background()
+
+	for msg, err := range paced.Consume(ctx, js, paced.ConsumeConfig{
+		Stream:     "ORDERS",
+		Consumer:   jetstream.ConsumerConfig{Durable: "billing"},
+		UntilEmpty: true, // without it the loop waits for more
+	}) {
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		if msg.Sequence() == 2 && msg.NumDelivered() == 1 {
+			fmt.Printf("%s: not now\n", msg.Data())
+			_ = msg.Nak()
+			continue
+		}
+		fmt.Printf("%s, attempt %d\n", msg.Data(), msg.NumDelivered())
+		if err := msg.Ack(); err != nil {
+			fmt.Println(err)
+		}
+	}
+	// Unordered output:
+	// order 1, attempt 1
+	// order 2: not now
+	// order 3, attempt 1
+	// order 4, attempt 1
+	// order 2, attempt 2
+}
+
+// Hand the messages to goroutines: MaxMessages bounds what they have, and what
+// waits for them, together.
+func ExampleConsume_workers() {
+	js, stop := orders(100)
+	defer stop()
+	ctx := context.Background()
+
+	var pool errgroup.Group
+	pool.SetLimit(8)
+	var done atomic.Int64
+	for msg, err := range paced.Consume(ctx, js, paced.ConsumeConfig{
+		Stream:      "ORDERS",
+		Consumer:    jetstream.ConsumerConfig{Durable: "billing"},
+		MaxMessages: 20,
+		UntilEmpty:  true,
+	}) {
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		pool.Go(func() error { // waits while all are busy
+			done.Add(1)
+			return msg.Ack()
+		})
+	}
+	fmt.Println(pool.Wait(), done.Load())
+	// Output: <nil> 100
+}
+
+// Stop gracefully: what has arrived is handled, nothing more is asked for, and
+// no message loses an attempt.
+func ExampleConsumer_Drain() {
+	js, stop := orders(100)
+	defer stop()
+	ctx := context.Background()
+	signalled, signal := context.WithCancel(ctx) // or signal.NotifyContext
+	defer signal()
+
+	c, err := paced.NewConsumer(js, paced.ConsumeConfig{
+		Stream:   "ORDERS",
+		Consumer: jetstream.ConsumerConfig{Durable: "billing", MaxDeliver: 1},
+	})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	context.AfterFunc(signalled, c.Drain)
+
+	n := 0
+	for msg, err := range c.Messages(ctx) { // not the context of the signal
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		if n++; n == 10 {
+			signal()
+		}
+		if err := msg.DoubleAck(ctx); err != nil {
+			fmt.Println(err)
+		}
+	}
+	info, err := js.Consumer(ctx, "ORDERS", "billing")
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	left := info.CachedInfo()
+	fmt.Printf("all handled or still there: %v, in doubt: %d\n", n+int(left.NumPending) == 100, left.NumAckPending)
+	// Output: all handled or still there: true, in doubt: 0
+}
+
+// Write rows in batches, and look at the clock when there are none.
+func ExampleConsumer_Batches() {
+	js, stop := orders(25)
+	defer stop()
+	ctx := context.Background()
+
+	c, err := paced.NewConsumer(js, paced.ConsumeConfig{
+		Stream:   "ORDERS",
+		Consumer: jetstream.ConsumerConfig{Durable: "archive"},
+	})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	for batch, err := range c.Batches(ctx, 10, 200*time.Millisecond) {
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		if len(batch) == 0 {
+			fmt.Println("nothing for a while")
+			break
+		}
+		fmt.Println(len(batch), "rows")
+		for _, msg := range batch {
+			_ = msg.Ack()
+		}
+	}
+	// Output:
+	// 10 rows
+	// 10 rows
+	// 5 rows
+	// nothing for a while
 }
