@@ -16,7 +16,6 @@ type gather struct {
 	yield func([]Msg) bool
 	held  []Msg
 	size  int       // their bytes
-	since time.Time // the body was last back
 	end   time.Time // when it comes, full or not; zero: not begun
 	seen  uint64    // the position that the body has seen
 }
