@@ -318,6 +318,7 @@ type work struct {
 	body    time.Duration // what the body took per message when last measured
 	hand    []Msg         // received, and not with the body yet
 	claims  []*claim      // in the order they were made
+	slab    []claim       // to make the next ones of
 	crowd   int           // how many of them are to be looked through
 	oldest  time.Time     // since when the oldest open one is out
 	leaving bool
@@ -561,7 +562,12 @@ func (w *work) ahead() bool {
 // it. base is the earliest moment at which it can have been sent.
 func (w *work) receive(msg Msg, base time.Time) directive {
 	now := time.Now()
-	c := &claim{ledger: w.books, reply: msg.m.Reply, seq: msg.seq, wait: w.wait(msg.NumDelivered()), since: now}
+	if len(w.slab) == 0 {
+		w.slab = make([]claim, 32) // one allocation for 32 messages
+	}
+	c := &w.slab[0]
+	w.slab = w.slab[1:]
+	c.ledger, c.reply, c.seq, c.wait, c.since = w.books, msg.m.Reply, msg.seq, w.wait(msg.NumDelivered()), now
 	if w.keeper != nil {
 		base = w.keeper.kept(msg.m, base)
 	}

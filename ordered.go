@@ -421,13 +421,17 @@ func (r *reader) gap(l *loop, gone seqRange) error {
 	return nil
 }
 
-// inspectEvery is how often the stream is asked at most.
-const inspectEvery = time.Second
+// inspectEvery is how often the stream is asked at most, unless there are more
+// than unseenMost ranges to ask about.
+const (
+	inspectEvery = time.Second
+	unseenMost   = 4096
+)
 
 // inspect asks the stream whether what was passed over without a message was
 // removed by retention.
 func (l *loop) inspect(now bool) error {
-	if !now && len(l.pos.unseen) < 64 && time.Since(l.inspected) < inspectEvery {
+	if !now && len(l.pos.unseen) < unseenMost && time.Since(l.inspected) < inspectEvery {
 		return nil
 	}
 	info, err := l.streamInfo(l.api("STREAM.INFO." + l.stream))
