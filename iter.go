@@ -501,26 +501,27 @@ func (l *loop) wait() directive {
 	}
 	l.arm(due)
 	var d directive
+	var m *nats.Msg
+	event := nats.Status(-1)
 	l.park(true)
 	select {
-	case m := <-l.in.ch:
-		l.park(false)
+	case m = <-l.in.ch:
+	case event = <-l.link.events:
+	case <-l.share.doorbell():
+	case <-l.bell:
+	case <-l.timer.C:
+		l.armed = time.Time{}
+	case <-l.done:
+	}
+	l.park(false)
+	switch {
+	case m != nil:
 		if l.work != nil {
 			l.empty = time.Now() // up to this message
 		}
 		d = l.interpret(m)
-	case s := <-l.link.events:
-		l.park(false)
-		l.event(s)
-	case <-l.share.doorbell():
-		l.park(false)
-	case <-l.bell:
-		l.park(false)
-	case <-l.timer.C:
-		l.park(false)
-		l.armed = time.Time{}
-	case <-l.done:
-		l.park(false)
+	case event >= 0:
+		l.event(event)
 	}
 	l.stretch = time.Now()
 	return d

@@ -565,18 +565,18 @@ func (l *loop) sleep(delay time.Duration, first, hasty bool) error {
 		}
 		l.gather.due(&due)
 		l.arm(due)
+		event := nats.Status(-1)
 		l.park(true)
 		select {
-		case s := <-l.link.events:
-			l.park(false)
-			l.event(s)
+		case event = <-l.link.events:
 		case <-l.bell:
-			l.park(false)
 		case <-l.timer.C:
-			l.park(false)
 			l.armed = time.Time{}
 		case <-l.done:
-			l.park(false)
+		}
+		l.park(false)
+		if event >= 0 {
+			l.event(event)
 		}
 	}
 }
