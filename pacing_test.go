@@ -5,6 +5,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/pacedgo/paced/internal/wire"
 )
 
 const plenty = 1 << 30 // messages pending on the server
@@ -250,5 +252,29 @@ func TestPacerIgnoresEmptyStretches(t *testing.T) {
 	p.handled(0, time.Hour, 0)
 	if p.body.known || p.size.known {
 		t.Error("a stretch without messages was counted")
+	}
+}
+
+// A loop that waited in line for room for a message of any size asks for that
+// message alone when its turn comes: the pull has no byte bound.
+func TestOversizeMessageComesAloneAfterWaiting(t *testing.T) {
+	l := frameLoop(t)
+	l.in.forget()
+	l.share.giveBack(l.in.spare)
+	const need = 100_000
+	for _, tc := range []struct {
+		place place
+		want  wire.Pull
+	}{
+		{place{need: need}, wire.Pull{Batch: 1}},
+		{place{need: need, bounded: true}, wire.Pull{Batch: 20, MaxBytes: need}},
+	} {
+		l.share.enqueue(need)
+		l.line = tc.place
+		p := wire.Pull{Batch: 20}
+		if got, ok := l.served(&p); !ok || got != need || p != tc.want {
+			t.Errorf("%+v: %d bytes, %v, %+v, want %+v", tc.place, got, ok, p, tc.want)
+		}
+		l.share.giveBack(need)
 	}
 }

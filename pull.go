@@ -491,11 +491,11 @@ func (l *loop) served(p *wire.Pull) (int, bool) {
 	if !ok {
 		return 0, false
 	}
-	if l.line.bounded {
+	if l.line.bounded && got >= l.line.need {
 		p.MaxBytes = got
-	}
-	if got < l.line.need {
-		// The whole budget is smaller than one message: it comes alone.
+	} else {
+		// It comes alone: so it was meant when the loop got in line, or the
+		// whole budget is smaller than one message.
 		p.Batch, p.MaxBytes = 1, 0
 	}
 	l.line = place{}
