@@ -779,3 +779,154 @@ func watchRound(t *testing.T, seed uint64) {
 		}
 	})
 }
+
+// What may be gone is told as possible, where the bucket may have lost it and
+// revisions are wanted; what was superseded is not told.
+func TestWatchGaps(t *testing.T) {
+	for _, tc := range []struct {
+		name  string
+		cfg   jetstream.KeyValueConfig
+		loses bool
+	}{
+		{"history only", jetstream.KeyValueConfig{}, false},
+		{"markers", jetstream.KeyValueConfig{LimitMarkerTTL: time.Second}, false},
+		{"TTL", jetstream.KeyValueConfig{TTL: time.Hour}, true},
+		{"size", jetstream.KeyValueConfig{MaxBytes: 100_000}, true},
+	} {
+		for _, watch := range []struct {
+			cfg  WatchConfig
+			want string
+		}{
+			{WatchConfig{ResumeFromRevision: 3}, "[3-14 false 21-34 false]"},
+			{WatchConfig{ResumeFromRevision: 15}, "[21-34 false]"},
+			{WatchConfig{ResumeFromRevision: 20}, "[21-34 false]"},
+			{WatchConfig{IncludeHistory: true}, "[21-34 false]"},
+			{WatchConfig{}, "[]"},
+			{WatchConfig{UpdatesOnly: true}, "[]"},
+		} {
+			t.Run(fmt.Sprintf("%s, %+v", tc.name, watch.cfg), func(t *testing.T) {
+				testserver.InBubble(t, func(t *testing.T) {
+					tc.cfg.History = 3
+					r := newKVRig(t, "", tc.cfg)
+					write := func() {
+						for i := range 20 {
+							r.put(fmt.Sprintf("k%d", i%2), "v")
+						}
+					}
+					write() // keeps 15 to 20
+					cfg, told := watch.cfg, []string{}
+					cfg.Bucket = "B"
+					cfg.Listener = &Listener{Gap: func(from, to uint64, certain bool) {
+						told = append(told, fmt.Sprintf("%d-%d %v", from, to, certain))
+					}}
+					w, err := NewWatcher(r.js, cfg)
+					if err != nil {
+						t.Fatal(err)
+					}
+					lines(t, w.Snapshot(t.Context()))
+					write() // keeps 35 to 40
+					lines(t, w.Snapshot(t.Context()))
+					want := watch.want
+					if !tc.loses {
+						want = "[]"
+					}
+					if fmt.Sprint(told) != want {
+						t.Errorf("told %v, want %s", told, want)
+					}
+				})
+			})
+		}
+	}
+}
+
+// With writers that never rest the end would be read again for ever.
+func TestWatchCatchesUpUnderWriters(t *testing.T) {
+	for _, history := range []uint8{1, 5} {
+		testserver.InBubble(t, func(t *testing.T) {
+			r := newKVRig(t, "", jetstream.KeyValueConfig{History: history})
+			r.put("k", "0")
+			r.subs = 1
+			js, err := jetstream.New(r.srv.Connect(t))
+			if err != nil {
+				t.Fatal(err)
+			}
+			n, asked := 0, 0
+			r.srv.SetFilter(func(f faultproxy.Frame) faultproxy.Action {
+				if f.Direction == faultproxy.ToServer && strings.Contains(f.Subject, "STREAM.INFO") {
+					asked++
+				}
+				return faultproxy.Pass
+			})
+			for _, err := range Watch(t.Context(), r.js, WatchConfig{Bucket: "B", UntilCaughtUp: true}) {
+				if err != nil {
+					t.Fatal(err)
+				}
+				if n++; n > 20 {
+					t.Fatal("no end")
+				}
+				if _, err := js.Publish(t.Context(), "$KV.B.k", nil); err != nil {
+					t.Fatal(err)
+				}
+			}
+			t.Logf("history %d: %d entries, the end was asked for %d times", history, n, asked)
+		})
+	}
+}
+
+// One sequence ranged over from two goroutines is two watches.
+func TestWatchRangedOverTwiceAtOnce(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newKVRig(t, "", jetstream.KeyValueConfig{})
+		r.put("a", "1")
+		seq := Watch(t.Context(), r.js, WatchConfig{Bucket: "B", UntilCaughtUp: true})
+		var wg sync.WaitGroup
+		for range 2 {
+			wg.Go(func() {
+				if got := lines(t, seq); got != "a@1=1" {
+					t.Errorf("got %s", got)
+				}
+			})
+		}
+		wg.Wait()
+	})
+}
+
+// A handle says how it is doing, and cannot be had without a connection.
+func TestWatcherStats(t *testing.T) {
+	if _, err := NewWatcher(nil, WatchConfig{Bucket: "B"}); !errors.Is(err, ErrInvalidConfig) {
+		t.Errorf("got %v", err)
+	}
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newKVRig(t, "", jetstream.KeyValueConfig{})
+		r.put("a", "1")
+		r.put("b", "2")
+		w, err := NewWatcher(r.js, WatchConfig{Bucket: "B", NamePrefix: "mine", InactiveThreshold: time.Hour})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range w.Snapshot(t.Context()) {
+			s, err := r.js.Stream(t.Context(), "KV_B")
+			if err != nil {
+				t.Fatal(err)
+			}
+			names := s.ListConsumers(t.Context())
+			for c := range names.Info() {
+				if !strings.HasPrefix(c.Name, "mine_") || c.Config.InactiveThreshold != time.Hour {
+					t.Errorf("consumer %s, %v", c.Name, c.Config.InactiveThreshold)
+				}
+			}
+		}
+		if s := w.Stats(); s.Messages != 2 || s.Sequence != 2 || !s.CaughtUp || s.Stream != "KV_B" {
+			t.Errorf("stats %+v", s)
+		}
+		// Of the wrong kind of stream: named as the caller names it.
+		if _, err := r.js.CreateStream(t.Context(), jetstream.StreamConfig{Name: "KV_Q", Subjects: []string{"$KV.Q.>"}, Retention: jetstream.WorkQueuePolicy}); err != nil {
+			t.Fatal(err)
+		}
+		for _, err := range Watch(t.Context(), r.js, WatchConfig{Bucket: "Q"}) {
+			if ce, ok := errors.AsType[*ConfigError](err); !ok || ce.Field != "WatchConfig.Bucket" {
+				t.Errorf("got %v", err)
+			}
+		}
+	})
+}

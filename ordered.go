@@ -301,7 +301,11 @@ func (r *reader) resumes() bool { return r.where != nil && r.where.set }
 // meet takes over what the stream is.
 func (r *reader) meet(l *loop, info *jetstream.StreamInfo) error {
 	if p := info.Config.Retention; p != jetstream.LimitsPolicy {
-		return &ConfigError{Field: "OrderedConfig.Stream", Value: quoted(r.cfg.Stream) + " (" + p.String() + " retention)",
+		field := "OrderedConfig.Stream"
+		if r.kv != nil {
+			field = "WatchConfig.Bucket"
+		}
+		return &ConfigError{Field: field, Value: quoted(r.cfg.Stream) + " (" + p.String() + " retention)",
 			Bound: "a stream with limits retention: an ack-none reader removes the messages of the others"}
 	}
 	switch {
