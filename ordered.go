@@ -457,12 +457,13 @@ type vet struct {
 	open    bool
 	subject string
 	reply   string
+	at      time.Time
 	before  error // the connection's last error in front of it
 	answer  *nats.Msg
 }
 
 func (l *loop) askVet() error {
-	l.vet = vet{open: true, subject: l.api("STREAM.INFO." + l.stream), reply: l.in.token(0), before: l.link.lastError()}
+	l.vet = vet{open: true, subject: l.api("STREAM.INFO." + l.stream), reply: l.in.token(0), at: time.Now(), before: l.link.lastError()}
 	return l.link.publish(l.vet.subject, l.vet.reply, nil)
 }
 
@@ -479,7 +480,11 @@ func (l *loop) vetNow() error {
 			return &rebuild{fmt.Errorf("%s: %w", l.vet.subject, err)}
 		}
 	}
+	subject := l.vet.subject
 	l.vet = vet{}
+	if m.Header.Get("Status") == "503" && len(m.Data) == 0 {
+		return &rebuild{fmt.Errorf("%s: %w", subject, nats.ErrNoResponders)}
+	}
 	var a streamAnswer
 	if err := json.Unmarshal(m.Data, &a); err != nil {
 		return &rebuild{fmt.Errorf("stream info: %w", err)}

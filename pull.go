@@ -2,6 +2,7 @@ package paced
 
 import (
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -34,6 +35,9 @@ func (l *loop) base(s *slot) time.Time {
 
 // overdue deals with pulls that should have ended or said something.
 func (l *loop) overdue(now time.Time) directive {
+	if l.stranded() && !now.Before(l.vet.at.Add(writeDeadline)) {
+		return directive{kind: restart, reason: fmt.Errorf("%s: %w", l.vet.subject, errNoAnswer)}
+	}
 	if !l.recheck.IsZero() && !now.Before(l.recheck) {
 		return l.probe()
 	}
@@ -82,6 +86,20 @@ func (l *loop) overdue(now time.Time) directive {
 	return directive{kind: skip}
 }
 
+// stranded: no pull is open, because the channel is to be swapped for a larger
+// one first, and that waits for an answer.
+func (l *loop) stranded() bool {
+	if !l.vet.open || l.vet.answer != nil {
+		return false
+	}
+	for i := range l.in.slots {
+		if l.in.slots[i].open {
+			return false
+		}
+	}
+	return true
+}
+
 // delayed reports whether a frame that is due may still be on the wire: bytes
 // arrive on the connection, for other loops or for this one, and it stands
 // behind them. Within the server's write deadline that is no silence.
@@ -122,6 +140,9 @@ func (l *loop) due(now time.Time) time.Time {
 			at = s.grace
 		}
 		sooner(at)
+	}
+	if l.stranded() {
+		sooner(l.vet.at.Add(writeDeadline))
 	}
 	if now.Before(l.notBefore) {
 		sooner(l.notBefore)
