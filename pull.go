@@ -129,10 +129,13 @@ func (l *loop) due(now time.Time) time.Time {
 		if !s.open {
 			continue
 		}
-		at := s.deadline
 		if i >= fades(0) {
-			at = s.sent.Add(youth)
+			// Its silence means nothing, and is not waited for: overdue does not
+			// look at it, and a time in the past would make the loop spin.
+			sooner(s.sent.Add(youth))
+			continue
 		}
+		at := s.deadline
 		if silent := l.base(s).Add(l.silence(s)); !s.ended && !s.confirm && silent.Before(at) {
 			at = silent
 		}

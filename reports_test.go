@@ -570,3 +570,36 @@ func TestConsumeOneAtATime(t *testing.T) {
 		}
 	})
 }
+
+// A pull that is only watched any more does not keep the loop busy, however
+// short its heartbeat was. (In a bubble a loop that spins stops the clock.)
+func TestConsumeFadingPullIsQuiet(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", quietly())
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 1)
+		cfg := worker(jetstream.ConsumerConfig{})
+		cfg.Tuning.Expires = time.Second
+		cfg.MaxMessages = 2
+		n := 0
+		err := consume(t, r, t.Context(), cfg, func(m Msg) bool {
+			if n++; n == 1 {
+				time.AfterFunc(10*time.Millisecond, func() {
+					r.srv.SetFilter(func(f faultproxy.Frame) faultproxy.Action {
+						if f.Status() != 0 {
+							return faultproxy.Drop
+						}
+						return faultproxy.Pass
+					})
+					r.srv.Disconnect()
+				})
+				time.AfterFunc(3*time.Second, func() { r.srv.SetFilter(nil) })
+				time.AfterFunc(10*time.Second, func() { _ = r.nc.Publish("s.a", nil) })
+			}
+			return ack(t, m) && n < 2
+		})
+		if err != nil || n != 2 {
+			t.Errorf("%d messages, %v", n, err)
+		}
+	})
+}
