@@ -130,6 +130,7 @@ func consumeRound(t *testing.T, seed uint64) {
 					return
 				}
 				c := cfg
+				c.UntilEmpty = rnd.IntN(4) == 0
 				var handle *Consumer
 				c.Listener = &Listener{PullIssued: func(int, int) {
 					if s := handle.Stats(); s.Outstanding+s.Unsettled > c.MaxMessages {
@@ -141,13 +142,12 @@ func consumeRound(t *testing.T, seed uint64) {
 					return
 				}
 				pause := time.Duration(rnd.IntN(3)) * time.Duration(rnd.IntN(300)) * time.Millisecond
-				for m, err := range handle.Messages(ctx) {
-					if err != nil {
-						if _, unknown := errors.AsType[*AckError](err); ctx.Err() == nil && !unknown && !errors.Is(err, nats.ErrConnectionClosed) {
-							t.Error(err)
-						}
-						break
+				ended := func(err error) {
+					if _, unknown := errors.AsType[*AckError](err); ctx.Err() == nil && !unknown && !errors.Is(err, nats.ErrConnectionClosed) {
+						t.Error(err)
 					}
+				}
+				handleOne := func(m Msg) (more bool) {
 					time.Sleep(pause)
 					if rnd.IntN(4) == 0 {
 						seed := rnd.Uint64()
@@ -159,11 +159,34 @@ func consumeRound(t *testing.T, seed uint64) {
 					} else {
 						body(rnd, m)
 					}
-					if rnd.IntN(40) == 0 {
-						break
-					}
 					if rnd.IntN(60) == 0 {
 						handle.Drain()
+					}
+					return rnd.IntN(40) > 0
+				}
+				if rnd.IntN(4) == 0 {
+					for batch, err := range handle.Batches(ctx, 1+rnd.IntN(c.MaxMessages), time.Duration(1+rnd.IntN(3000))*time.Millisecond) {
+						if err != nil {
+							ended(err)
+							break
+						}
+						more := true
+						for _, m := range batch {
+							more = handleOne(m) && more
+						}
+						if !more {
+							break
+						}
+					}
+				} else {
+					for m, err := range handle.Messages(ctx) {
+						if err != nil {
+							ended(err)
+							break
+						}
+						if !handleOne(m) {
+							break
+						}
 					}
 				}
 				time.Sleep(3 * time.Second) // what is handed back is on its way
