@@ -333,6 +333,54 @@ func TestConsumeDeadlineAfterAPark(t *testing.T) {
 	})
 }
 
+// How long the server makes a loop wait for messages that are pending (others
+// have all that MaxAckPending allows) says nothing of the way they take.
+func TestConsumeMaxAckPendingIsNoRoundTrip(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		s := r.stream(jetstream.StreamConfig{})
+		cfg := worker(jetstream.ConsumerConfig{AckWait: 5 * time.Second, MaxAckPending: 1})
+		other, err := s.CreateConsumer(t.Context(), cfg.Consumer)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.publish("s.a", 20)
+		var wg sync.WaitGroup
+		defer wg.Wait()
+		wg.Go(func() {
+			for range 10 {
+				m, err := other.Next()
+				if err != nil {
+					return
+				}
+				time.Sleep(4 * time.Second)
+				_ = m.Ack()
+			}
+		})
+		time.Sleep(time.Second)
+		c, err := NewConsumer(r.js, cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := 0
+		for m, err := range c.Messages(t.Context()) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d := time.Until(m.AckDeadline()); d < 4900*time.Millisecond {
+				t.Errorf("sequence %d: deadline in %v", m.Sequence(), d)
+			}
+			ack(t, m)
+			if n++; n == 8 {
+				break
+			}
+		}
+		if d := c.Stats().RoundTrip; d > time.Millisecond {
+			t.Errorf("a round trip of %v", d)
+		}
+	})
+}
+
 // After AckWait a message is not ours to give back; an acknowledgement still
 // counts.
 func TestConsumeLateSettlement(t *testing.T) {

@@ -369,7 +369,7 @@ func (l *loop) send(now time.Time, w pullSpec) directive {
 	l.low = l.askAt()
 	s := &l.in.slots[i]
 	s.confirm = w.confirm
-	s.stocked = l.pos.pending > 0
+	s.stocked = l.pos.pending > 0 && l.work == nil // a queue may hold back what is pending
 	l.n.pulls++
 	l.post()
 	if l.lis.PullIssued != nil {
