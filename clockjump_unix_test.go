@@ -137,7 +137,7 @@ func TestChild(t *testing.T) {
 	}
 	defer nc.Close()
 	i := slices.IndexFunc(kinds, func(s *sequence) bool { return s.name == kind })
-	c := &cell{T: t, cause: &cause{world: process}, seq: kinds[i], moment: moment(when), nc: nc}
+	c := &cell{TB: t, cause: &cause{world: process}, seq: kinds[i], moment: moment(when), nc: nc}
 	c.js, _ = jetstream.New(nc)
 	n := 0
 	for i, err := range c.seq.open(t.Context(), c) {

@@ -16,7 +16,7 @@ var consuming = &sequence{
 	make: (*cell).makeStream,
 	open: func(ctx context.Context, c *cell) iter.Seq2[item, error] {
 		var last Msg
-		cfg := ConsumeConfig{Stream: "S", OnDeleted: DeletedRecreate, MaxMessages: c.maxMessages(), Listener: c.log.listener(), Tuning: c.tuning()}
+		cfg := ConsumeConfig{Stream: "S", OnDeleted: DeletedRecreate, MaxMessages: c.maxMessages(), MaxBytes: c.bounds.bytes, Listener: c.log.listener(), Tuning: c.tuning()}
 		cfg.Consumer = jetstream.ConsumerConfig{Durable: "W", AckPolicy: jetstream.AckExplicitPolicy}
 		if c.cause.reaps {
 			cfg.Consumer.InactiveThreshold = defaultInactive

@@ -48,11 +48,11 @@ func TestMatrix(t *testing.T) {
 							if why := k.applies(m, s); why != "" {
 								t.Skip(why)
 							}
-							c := &cell{T: t, cause: k, moment: m, seq: s}
+							c := &cell{TB: t, cause: k, moment: m, seq: s}
 							switch k.world {
 							case bubble:
 								c.dir, c.copied = t.TempDir(), t.TempDir()
-								testserver.InBubble(t, func(t *testing.T) { c.T = t; c.play() })
+								testserver.InBubble(t, func(t *testing.T) { c.TB = t; c.play() })
 							case threeServers:
 								testserver.BeforeBubble() // what bubbles left in the pool is fatal outside of them
 								if cluster == nil {
@@ -122,7 +122,7 @@ var kinds = []*sequence{
 		name: "Ordered", stream: "S", prefix: "s.", gaps: true, exit: exitTime,
 		make: (*cell).makeStream,
 		open: func(ctx context.Context, c *cell) iter.Seq2[item, error] {
-			cfg := OrderedConfig{Stream: "S", MaxMessages: c.maxMessages(), Listener: c.log.listener(), Tuning: c.tuning()}
+			cfg := OrderedConfig{Stream: "S", OnGap: c.bounds.gap, MaxMessages: c.maxMessages(), MaxBytes: c.bounds.bytes, Listener: c.log.listener(), Tuning: c.tuning()}
 			if c.moment == beforeAny {
 				cfg.DeliverPolicy = jetstream.DeliverNewPolicy
 			}
@@ -178,7 +178,7 @@ func watching(name string, history uint8, rare bool) *sequence {
 			}
 		},
 		open: func(ctx context.Context, c *cell) iter.Seq2[item, error] {
-			cfg := WatchConfig{Bucket: "B", MaxMessages: c.maxMessages(), UpdatesOnly: c.moment == beforeAny, Listener: c.log.listener(), Tuning: c.tuning()}
+			cfg := WatchConfig{Bucket: "B", MaxMessages: c.maxMessages(), MaxBytes: c.bounds.bytes, UpdatesOnly: c.moment == beforeAny, Listener: c.log.listener(), Tuning: c.tuning()}
 			return items(c, Watch(ctx, c.js, cfg), func(e Entry) Msg { return e.msg })
 		},
 	}
@@ -206,15 +206,16 @@ type cause struct {
 	// idle: nothing came of the harm there, which is a fault of the test.
 	idle func(*cell) string
 
-	dark       bool // nothing can be stored while it lasts
-	file       bool // the stream survives a restart
-	copies     bool // a copy of the store is taken after three messages
-	keeps      int  // the stream's limit of messages
-	loses      bool // messages that are not in the stream any more need not come
-	users      bool // the server has users, and the loop's may be denied subjects
-	reconnects bool // Tuning.ReconnectHalfOpen
-	reaps      bool // what is not used is reaped, also what is kept on purpose
-	untidy     bool // a consumer may be left to InactiveThreshold
+	dark       bool          // nothing can be stored while it lasts
+	file       bool          // the stream survives a restart
+	copies     bool          // a copy of the store is taken after three messages
+	keeps      int           // the stream's limit of messages
+	loses      bool          // messages that are not in the stream any more need not come
+	users      bool          // the server has users, and the loop's may be denied subjects
+	reconnects bool          // Tuning.ReconnectHalfOpen
+	pings      time.Duration // nats.go's interval, if it is to notice anything
+	reaps      bool          // what is not used is reaped, also what is kept on purpose
+	untidy     bool          // a consumer may be left to InactiveThreshold
 
 	resume         time.Duration // from the end of the trouble to the message behind it, at most
 	rebuild        time.Duration // the same for the moment rebuilding, where it is more
@@ -241,7 +242,7 @@ var endings = map[string]func(error) bool{
 
 // cell is one run.
 type cell struct {
-	*testing.T
+	testing.TB
 	cause  *cause
 	moment moment
 	seq    *sequence
@@ -255,6 +256,7 @@ type cell struct {
 	js, ajs     jetstream.JetStream
 	deny        []string // subjects that the loop may not publish to
 	off         bool     // the server has no JetStream
+	bounds      bounds   // of the reader's configuration
 	log         log
 	reports     atomic.Int64
 	node        *testserver.Server // that goes and comes back
@@ -280,6 +282,13 @@ type cell struct {
 	left time.Duration // that the exit took
 }
 
+// bounds are what a reader may ask for; zero: defaults.
+type bounds struct {
+	messages, bytes int
+	expires         time.Duration
+	gap             GapPolicy
+}
+
 // backlog is how many messages are stored before the range begins.
 const backlog = 10
 
@@ -303,11 +312,11 @@ func (c *cell) maxMessages() int {
 	if c.moment == midBatch {
 		return 4
 	}
-	return 0
+	return c.bounds.messages
 }
 
 func (c *cell) tuning() Tuning {
-	t := Tuning{ReconnectHalfOpen: c.cause.reconnects}
+	t := Tuning{ReconnectHalfOpen: c.cause.reconnects, Expires: c.bounds.expires}
 	if c.cause.world == process {
 		t.Heartbeat = 250 * time.Millisecond // so that a short stop is a long silence
 	}
@@ -483,7 +492,7 @@ func (c *cell) begin() {
 	c.slow = map[string]bool{}
 	opts := []nats.Option{
 		nats.ErrorHandler(func(*nats.Conn, *nats.Subscription, error) { c.reports.Add(1) }),
-		nats.PingInterval(time.Hour), // nats.go itself notices nothing
+		nats.PingInterval(orDefault(c.cause.pings, time.Hour)), // nats.go itself notices nothing
 		nats.ReconnectWait(200 * time.Millisecond),
 	}
 	aopts := []nats.Option{quietly()}

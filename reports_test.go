@@ -59,6 +59,15 @@ func TestFaultsNamesTests(t *testing.T) {
 			}
 		}
 	}
+	security, err := os.ReadFile("SECURITY.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range name.FindAllStringSubmatch(string(security), -1) {
+		if !tests(m[1]) {
+			t.Errorf("SECURITY.md: there is no test %s", m[1])
+		}
+	}
 	if len(seen) != 99 {
 		t.Errorf("%d reports, want 99", len(seen))
 	}
