@@ -372,7 +372,7 @@ func (s *share) useful(want int, lookAhead time.Duration) int {
 	if b.rate.known() == 0 {
 		return want
 	}
-	n := b.rate.worth(lookAhead, 0, b.ceiling)
+	n := b.rate.worth(lookAhead, budgetFloor, b.ceiling)
 	s.setHungry(want > n/max(b.active, 1))
 	return max(n/max(b.hungry, 1), budgetUseful)
 }

@@ -84,6 +84,7 @@ type loop struct {
 	early       int       // pulls in a row that the server ended early and empty
 	confirms    int       // confirming pulls in a row that brought nothing
 	nextConfirm time.Time
+	flow        flow
 	doubt       int       // heartbeats that do not prove a scan position (replay original)
 	asleep      int       // times in a row the server was found asleep with a message in hand
 	recheck     time.Time // when the consumer is asked again for what it counts as sent; zero: not

@@ -154,7 +154,8 @@ const (
 	defaultHeartbeat      = 5 * time.Second
 	catchUpHeartbeat      = 250 * time.Millisecond
 	confirmHeartbeat      = 5 * time.Millisecond
-	confirmPause          = 3 * time.Millisecond // without a message, before the hint is doubted
+	confirmPause          = 3 * time.Millisecond  // without a message, before the hint is doubted
+	confirmFar            = 50 * time.Millisecond // the same with so much to come that the server is rather slow
 	confirmLife           = 10 * time.Millisecond
 	defaultInactive       = 5 * time.Minute
 	defaultNamePrefix     = "paced"

@@ -16,6 +16,13 @@ type place struct {
 	bounded bool // the pull will carry them as max_bytes
 }
 
+// flow is how much the connection had received when the loop, waiting for a
+// message, last saw that it receives something.
+type flow struct {
+	bytes uint64
+	at    time.Time
+}
+
 // pullSlack is how much longer than its life a pull is waited for: the
 // server's own 408 has to win, since it says what is still owed.
 const pullSlack = 500 * time.Millisecond
@@ -170,13 +177,22 @@ func (l *loop) due(now time.Time) time.Time {
 // confirmAt returns when the loop, with nothing arriving, asks the server
 // where it is; zero: not. At once when the server's hint says that nothing is
 // pending; after a round trip without a message when it says otherwise,
-// because the hint counts messages that were deleted meanwhile.
+// because the hint counts messages that were deleted meanwhile; on a connection
+// that receives something, nobody's message for that long.
 func (l *loop) confirmAt() time.Time {
 	switch {
 	case !l.caught && l.pos.pending == 0:
 		return l.quiet
 	case !l.caught && !l.recipe.replay:
-		return l.quiet.Add(l.pace.trip + confirmPause)
+		since := l.quiet
+		if l.flow.at.After(since) {
+			since = l.flow.at
+		}
+		pause := confirmPause
+		if l.pos.pending > startCredit {
+			pause = confirmFar
+		}
+		return since.Add(l.pace.trip + pause)
 	case l.caught && l.timed:
 		if l.quiet.After(l.untilAt) {
 			return l.quiet
@@ -196,6 +212,13 @@ func (l *loop) confirm(now time.Time) directive {
 	}
 	for i := range l.in.slots {
 		if s := &l.in.slots[i]; s.open && (s.confirm || (l.list.active && s.role != rescue)) {
+			return directive{kind: skip}
+		}
+	}
+	if !l.caught && l.pos.pending > 0 && l.share.loops() > 1 {
+		// Behind the data of other loops the next message is only late.
+		if seen := l.link.stats().InBytes; seen != l.flow.bytes {
+			l.flow = flow{seen, now}
 			return directive{kind: skip}
 		}
 	}

@@ -35,6 +35,7 @@ var update = flag.Bool("update", false, "rewrite the traces under testdata")
 //	body 5 1h                                    time spent with message 5
 //	rtt 50ms                                     default 0
 //	show max_bytes                               in the trace
+//	others                                       another loop uses the connection
 //	manual                                       the server sends only what the script says
 //	@2s ...                                      at this instant, when all has come to rest
 //	on pull 3 ...                                in place of the server's reaction to the third one
@@ -239,6 +240,7 @@ type scripted struct {
 	state      nats.Status
 	reconnects uint64
 	inBytes    uint64
+	others     bool // another loop uses the connection
 	last       error
 	muted      bool
 	held       bool
@@ -450,7 +452,11 @@ func (f *scripted) result() result {
 // run is the whole life of one range.
 func (f *scripted) run() {
 	t := f.t
-	l := newLoop(f.ctx, f.link, joinBudget(new(nats.Conn)))
+	nc := new(nats.Conn)
+	if f.others {
+		defer joinBudget(nc).leave()
+	}
+	l := newLoop(f.ctx, f.link, joinBudget(nc))
 	f.l = l
 	l.jitter = func(d time.Duration) time.Duration { return d }
 	if err := f.cfg.validate(); err != nil {
@@ -1252,6 +1258,9 @@ func (f *scripted) read(text string) error {
 		f.store(named.number("last")-int(f.lastStored), orDefault(named.number("size"), 128), nil)
 		f.replicas, f.lag = orDefault(named.number("replicas"), 1), uint64(named.number("lag"))
 		return nil
+	case w[0] == "others":
+		f.others = true
+		return nil
 	case w[0] == "rtt":
 		f.rtt, err = time.ParseDuration(w[1])
 		return err
@@ -1468,6 +1477,8 @@ func (f *scripted) act(w []string, reply string) error {
 			return strings.ReplaceAll(s, "PULL", p.reply)
 		}
 		f.send(p.inbox, &nats.Msg{Subject: fill(named["subject"]), Reply: fill(named["reply"]), Header: header(named["header"]), Data: []byte(named["data"])})
+	case "receive": // receive N: bytes for the connection's other loop arrive
+		f.inBytes += uint64(number(0))
 	case "publish": // publish N [size=BYTES] [header=H]
 		f.store(number(0), orDefault(named.number("size"), 128), header(named["header"]))
 	case "erase": // erase FROM-TO: deleted from the stream
