@@ -612,3 +612,38 @@ func TestConsumeFadingPullIsQuiet(t *testing.T) {
 		}
 	})
 }
+
+// A consumer that is lost again before it has delivered everything again: what
+// was never acknowledged is not forgotten.
+func TestConsumeLostTwice(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", quietly())
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 20)
+		cfg := worker(jetstream.ConsumerConfig{})
+		cfg.OnDeleted, cfg.MaxMessages = DeletedRecreate, 4
+		lost := 0
+		lose := func() {
+			lost++
+			if err := r.js.DeleteConsumer(t.Context(), "S", "w"); err != nil {
+				t.Error(err)
+			}
+		}
+		acked := map[uint64]bool{}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		defer cancel()
+		err := consume(t, r, ctx, cfg, func(m Msg) bool {
+			if q := m.Sequence(); lost > 0 || (q != 5 && q != 10) {
+				ack(t, m)
+				acked[q] = true
+				if (lost == 0 && q == 20) || (lost == 1 && q == 5) {
+					lose()
+				}
+			}
+			return len(acked) < 20
+		})
+		if err != nil || lost != 2 || len(acked) != 20 {
+			t.Errorf("lost %d times, %d acknowledged, %v", lost, len(acked), err)
+		}
+	})
+}

@@ -47,6 +47,7 @@ type work struct {
 	floor   uint64              // everything up to here was acknowledged, as the server said
 	seen    uint64              // the last stream sequence received
 	cseq    uint64              // the last consumer sequence received
+	high    uint64              // the last stream sequence received from the consumer as it is now
 	shared  bool                // other loops received messages as well
 	unacked map[uint64]struct{} // received, and neither acknowledged nor in claims
 	asked   time.Time           // when the server last said
@@ -254,7 +255,9 @@ func (w *work) forget(l *loop) {
 		c.free()
 	}
 	w.given()
-	w.cseq, w.shared, w.unacked = 0, false, nil
+	// The new one begins behind what is acknowledged and delivers the rest
+	// again; until it has, what its predecessor delivered counts for nothing.
+	w.cseq, w.high, w.shared, w.unacked = 0, 0, false, nil
 	clear(w.claims)
 	w.claims = w.claims[:0]
 }
@@ -313,7 +316,7 @@ func (w *work) note(m *Msg) {
 	if m.cseq != w.cseq+1 {
 		w.shared = true // or reset: what we know is not enough either way
 	}
-	w.cseq, w.seen = m.cseq, max(w.seen, m.seq)
+	w.cseq, w.seen, w.high = m.cseq, max(w.seen, m.seq), max(w.high, m.seq)
 }
 
 // acknowledged returns the sequence up to which everything is acknowledged.
@@ -322,7 +325,7 @@ func (w *work) acknowledged() uint64 {
 	if w.shared {
 		return w.floor
 	}
-	floor := max(w.floor, w.seen)
+	floor := max(w.floor, w.high)
 	for _, c := range w.claims {
 		if c.state.Load() != claimAcked {
 			floor = min(floor, c.seq-1)
