@@ -105,14 +105,14 @@ var causes = []cause{
 	},
 	{
 		name: "server restarted, file store",
-		harm: func(c *cell) { c.srv.Stop() }, dark: true, file: true,
+		harm: func(c *cell) { c.halt() }, dark: true, file: true,
 		lasts: 30 * time.Second, heal: (*cell).restart,
 		resume:  500 * time.Millisecond,
 		creates: 3, pulls: 15,
 	},
 	{
 		name: "server restarted, memory store",
-		harm: func(c *cell) { c.srv.Stop() }, dark: true,
+		harm: func(c *cell) { c.halt() }, dark: true,
 		lasts: time.Second, heal: (*cell).restart,
 		want:    func(*cell) string { return "no stream" },
 		creates: 10, pulls: 15,
@@ -120,7 +120,7 @@ var causes = []cause{
 	{
 		name: "server replaced by an older copy of its store",
 		harm: func(c *cell) {
-			c.srv.Stop()
+			c.halt()
 			copyDir(c, c.copied, c.dir)
 			c.restart()
 		},
@@ -339,9 +339,9 @@ var causes = []cause{
 	permission("delete", "$JS.API.CONSUMER.DELETE.>", ""),
 	{
 		name:  "JetStream disabled for a while",
-		harm:  func(c *cell) { c.off = true; c.srv.Stop(); c.restart() },
+		harm:  func(c *cell) { c.off = true; c.halt(); c.restart() },
 		lasts: 30 * time.Second,
-		heal:  func(c *cell) { c.off = false; c.srv.Stop(); c.restart() },
+		heal:  func(c *cell) { c.off = false; c.halt(); c.restart() },
 		file:  true, dark: true,
 		resume:  maxBackoff,
 		creates: 1 + allowed(30*time.Second), pulls: 15,
@@ -410,7 +410,7 @@ func permission(what, subject, ends string) cause {
 		name: "no permission to " + what,
 		harm: func(c *cell) {
 			c.deny = []string{subject}
-			c.srv.Stop()
+			c.halt()
 			c.restart()
 			if what == "consumer info" && (c.moment == isParked || c.moment == beforeAny) {
 				// A reason to ask: heartbeats stop without a word.

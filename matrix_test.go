@@ -535,6 +535,16 @@ func (c *cell) configure(o *server.Options) {
 	}
 }
 
+// halt stops the server when no request of the loop is on its way: while it
+// sleeps in its shutdown it holds a lock (nats-server jetstream.go:1009), and a
+// request that waits for a lock stops the clock of the bubble.
+func (c *cell) halt() {
+	c.faults.Mute(faultproxy.ToServer)
+	time.Sleep(time.Millisecond)
+	c.srv.Stop()
+	c.faults.Unmute(faultproxy.ToServer)
+}
+
 // restart starts the server again and waits for both clients.
 func (c *cell) restart() {
 	if err := c.srv.Start(); err != nil {
@@ -590,7 +600,7 @@ func (c *cell) play() {
 	c.begin()
 	c.storeN(3)
 	if c.cause.copies {
-		c.srv.Stop()
+		c.halt()
 		copyDir(c, c.dir, c.copied)
 		c.restart()
 	}

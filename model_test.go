@@ -169,6 +169,7 @@ func (p plan) run(c *cell) {
 	finished := make(chan struct{})
 	go func() {
 		defer close(finished)
+		time.Sleep(time.Second) // a first subscribe gives up sooner than a rebuild
 		for _, s := range p.steps {
 			time.Sleep(s.pause)
 			p.step(c, s, store, func() []modelled { return stored })
@@ -301,17 +302,17 @@ func (p plan) step(c *cell, s step, store func(string), stored func() []modelled
 		while(time.Duration(s.n) * time.Second / 4)
 		c.faults.Delay(faultproxy.ToClient, 0)
 	case "restart":
-		c.srv.Stop()
+		c.halt()
 		time.Sleep(time.Duration(s.n) * time.Second / 4)
 		c.restart()
 		c.stream()
 	case "no JetStream":
 		c.off = true
-		c.srv.Stop()
+		c.halt()
 		c.restart()
 		time.Sleep(time.Duration(s.n) * time.Second / 4)
 		c.off = false
-		c.srv.Stop()
+		c.halt()
 		c.restart()
 		c.stream()
 	case "be quiet":
