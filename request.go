@@ -63,7 +63,10 @@ func transient(err error) bool {
 	}
 	if api, ok := errors.AsType[*jetstream.APIError](err); ok {
 		return api.Code >= 500 || api.Code == 408 || api.Code == 429 ||
-			api.ErrorCode == jetstream.JSErrCodeMaximumConsumersLimit || errors.Is(err, errNotMissing)
+			api.ErrorCode == jetstream.JSErrCodeMaximumConsumersLimit ||
+			// A consumer of that name that is being deleted is there still,
+			// and cannot be updated any more (consumer.go:1126, 2612).
+			api.ErrorCode == jetstream.JSErrCodeConsumerDoesNotExist || errors.Is(err, errNotMissing)
 	}
 	return true
 }
