@@ -48,7 +48,7 @@ func (r *rig) fill(keys, rounds, size int, adjacent bool) {
 	r.Helper()
 	payload := []byte(strings.Repeat("v", size))
 	write := func(k int) {
-		if _, err := r.js.PublishAsync(fmt.Sprintf("s.k%d", k), payload); err != nil {
+		if _, err := r.js.PublishAsync(fmt.Sprintf("s.k%d", k), payload, jetstream.WithStallWait(10*time.Second)); err != nil {
 			r.Fatal(err)
 		}
 	}

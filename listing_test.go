@@ -228,3 +228,35 @@ func TestListTakesItsBoundaryAnew(t *testing.T) {
 		r.wantClean()
 	})
 }
+
+// The rescue is for the entry that is larger than the others: it has room for
+// that also where little of anything is of use, so that no list is made anew.
+func TestListRescueHasRoomForALargerEntry(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newKVRig(t, "", jetstream.KeyValueConfig{History: 5})
+		const keys = 300
+		for k := range keys {
+			size := 10
+			if k%20 == 0 {
+				size = 20<<10 + 100*k
+			}
+			r.put(fmt.Sprintf("k%d", k), strings.Repeat("v", size))
+		}
+		w, err := NewWatcher(r.js, WatchConfig{Bucket: "B", MaxMessages: 10})
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := 0
+		for _, err := range w.Snapshot(t.Context()) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			n++
+			time.Sleep(time.Millisecond)
+		}
+		if s := w.Stats(); n != keys || s.Rebuilds != 0 {
+			t.Errorf("%d entries, %d rebuilds, %v", n, s.Rebuilds, s.LastError)
+		}
+		r.wantClean()
+	})
+}

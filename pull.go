@@ -465,16 +465,20 @@ func (l *loop) reserve(p *wire.Pull, now time.Time, as role) (int, bool) {
 		room = min(room, l.limits.bytes)
 	}
 	want := l.pace.bytesFor(p.Batch)
-	if !idle {
+	switch {
+	case as == rescue:
+		want = min(max(l.pace.bytesFor(1), min(rescueBytes, room/4)), l.maxMessage, max(room/2, 1))
+	case as == first:
+		// A list's pull that ends for want of bytes, with its rescue used before
+		// it came, costs a list. So these two are as large as the bounds allow.
+		want = max(want, rescueBytes)
+	case !idle:
 		// Half of the look-ahead and a round trip more: two pulls in turn
 		// leave no pause.
 		useful := l.share.useful(l.in.bytes+want, l.pace.lookAhead()/2+l.pace.trip)
 		room = min(room, max(useful, 2*l.pace.large)-l.in.bytes)
 	}
 	want = min(want, room)
-	if as == rescue {
-		want = min(max(l.pace.bytesFor(1), rescueBytes), l.maxMessage, max(room/2, 1))
-	}
 	// A pull that has no room for a message like the largest would end at once
 	// and empty, and look as if the next message were too large for any.
 	floor := min(max(l.pace.large, 1), l.maxBytes)
