@@ -144,6 +144,7 @@ var causes = []cause{
 				}
 			}
 		},
+		heal:    (*cell).current,
 		resume:  maxBackoff,
 		creates: 5, pulls: 30,
 	},
@@ -517,6 +518,15 @@ func (c *cell) reader() *testserver.Server {
 // backUp starts the server that went.
 func (c *cell) backUp() {
 	if err := c.node.Start(); err != nil {
+		c.Error(err)
+	}
+	c.current()
+}
+
+// current waits until every replica has what the leader has: how long that
+// takes is the cluster's business, and the loop's consumer may live on any.
+func (c *cell) current() {
+	if err := c.cluster.WaitReady(c.seq.stream); err != nil {
 		c.Error(err)
 	}
 }
