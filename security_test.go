@@ -106,7 +106,9 @@ func TestHostilePublisherWithTheInbox(t *testing.T) {
 			}
 			return faultproxy.Pass
 		})
+		done := make(chan struct{})
 		go func() {
+			defer close(done)
 			time.Sleep(time.Minute)
 			mu.Lock()
 			to := inbox
@@ -136,6 +138,7 @@ func TestHostilePublisherWithTheInbox(t *testing.T) {
 				break
 			}
 		}
+		<-done
 		wantSequences(t, got, sequences(1, 11))
 		if l.resubs != 0 {
 			t.Errorf("%d rebuilds\n%v", l.resubs, l)
