@@ -50,7 +50,7 @@ func TestConsumeReplicated(t *testing.T) {
 		}
 		cfg.Tuning.Heartbeat = 5 * time.Second // what is owed is waited for twice as long: the machine may be busy
 		got := map[uint64]int{}
-		start := time.Now()
+		start, stepped := time.Now(), false
 		for m, err := range Consume(ctx, js, cfg) {
 			if err != nil {
 				t.Fatal(err)
@@ -59,7 +59,8 @@ func TestConsumeReplicated(t *testing.T) {
 			if err := m.Ack(); err != nil {
 				t.Error(err)
 			}
-			if stepDown && len(got) == 200 {
+			if stepDown && len(got) == 200 && !stepped {
+				stepped = true
 				if err := testserver.StepDownConsumer(nc, "S", cfg.Consumer.Durable); err != nil {
 					t.Error(err)
 				}
