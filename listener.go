@@ -22,14 +22,15 @@ type Listener struct {
 	// bound.
 	PullIssued func(batch, maxBytes int)
 	// Handled: the body came back for the next message. took is the time it
-	// spent on this one.
+	// spent on this one. Batches do not tell.
 	Handled func(sequence uint64, subject string, took time.Duration)
 	// Gap: the stream sequences from to to, both included, were removed before
 	// they were read. certain is false where it cannot be known whether any of
 	// them was wanted: with a filter, or on a stream with a limit per subject.
 	Gap func(from, to uint64, certain bool)
 	// CaughtUp: what was present when the range began has been yielded.
-	// sequence is the stream's last sequence then. Once per range.
+	// sequence is the stream's last sequence then. Once per range; never for
+	// [Consume], whose end is UntilEmpty.
 	CaughtUp func(sequence uint64)
 	// HandedBack: a loop over [Consume] that was left gave n messages back
 	// that had arrived and that the body has not seen. Called by the clean-up,
