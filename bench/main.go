@@ -99,6 +99,7 @@ func compare() error {
 	}
 	defer srv.stop()
 
+	printHead(os.Stdout)
 	all := []row{}
 	var verdicts []verdict
 	for i := range chosen {
@@ -118,6 +119,7 @@ func compare() error {
 		}
 	}
 	printVerdicts(os.Stdout, verdicts)
+	printWorse(os.Stdout, all)
 	if o.json == "" {
 		return nil
 	}

@@ -3,41 +3,53 @@ package main
 import (
 	"fmt"
 	"io"
+	"runtime"
 	"slices"
 	"strings"
 	"text/tabwriter"
+	"time"
+
+	"github.com/nats-io/nats-server/v2/server"
+	"github.com/nats-io/nats.go"
 )
 
 // metric is what is measured: one column of a table.
 type metric struct {
 	unit   string
 	digits int
+	more   bool // is better
 }
 
 var known = map[string]metric{
-	"msgs/s":         {"", 0},
-	"seconds":        {"s", 2},
-	"cpu/msg":        {"µs", 2},
-	"server cpu/msg": {"µs", 2},
-	"allocs/msg":     {"", 3},
-	"peak heap":      {"MB", 1},
-	"waiting":        {"ms of work", 0},
-	"p50":            {"µs", 0},
-	"p99":            {"µs", 0},
-	"goroutines":     {"", 2},
-	"heap/loop":      {"kB", 1},
-	"stack/loop":     {"kB", 1},
-	"cpu/loop":       {"µs each second", 1},
-	"reconnects":     {"", 0},
+	"msgs/s":         {more: true},
+	"seconds":        {unit: "s", digits: 2},
+	"cpu/msg":        {unit: "µs", digits: 2},
+	"server cpu/msg": {unit: "µs", digits: 2},
+	"allocs/msg":     {digits: 3},
+	"peak heap":      {unit: "MB", digits: 1},
+	"waiting":        {unit: "ms of work"},
+	"p50":            {unit: "µs"},
+	"p99":            {unit: "µs"},
+	"goroutines":     {digits: 2},
+	"heap/loop":      {unit: "kB", digits: 1},
+	"stack/loop":     {unit: "kB", digits: 1},
+	"cpu/loop":       {unit: "µs each second", digits: 1},
+	"reconnects":     {},
 }
 
 func (m metric) print(v float64) string { return fmt.Sprintf("%.*f", m.digits, v) }
 
-const legend = `cpu/msg: user and system time of the client's process; peak heap: spans in use, garbage
-included, sampled; waiting: what has come and not been handed to the body, at most, in the
-second half of the run. In brackets the extremes. × is paced divided by the line's
-contestant, the median of the rounds.
-`
+// printHead says what the tables mean and where they are from.
+func printHead(w io.Writer) {
+	fmt.Fprintf(w, `Measured %s: %d CPUs, %s/%s, %s, nats.go %s, nats-server %s.
+
+Medians, in brackets the extremes. × is paced divided by the line's contestant, the
+median of the rounds. cpu/msg: user and system time of the client's process. peak
+heap: spans in use, garbage included, sampled. waiting: what has come and not been
+handed to the body, at most, in the second half of a run.
+`, time.Now().UTC().Format("2006-01-02 15:04 MST"), runtime.NumCPU(), runtime.GOOS, runtime.GOARCH,
+		runtime.Version(), nats.Version, server.VERSION)
+}
 
 // row is one comparison. The values are medians over all runs. The ratio is
 // taken in each round, between runs that were neighbours in time, because a
@@ -112,7 +124,7 @@ func (c *benchCase) print(w io.Writer, results map[string][]result, rows []row) 
 	if c.loops > 1 {
 		fmt.Fprintf(w, " for each loop")
 	}
-	fmt.Fprintf(w, "; %d runs.\n\n", len(results[c.contestants[0].name]))
+	fmt.Fprintf(w, "; runs: %d.\n\n", len(results[c.contestants[0].name]))
 
 	var lines [][]string
 	head := []string{""}
@@ -148,10 +160,10 @@ func (c *benchCase) print(w io.Writer, results map[string][]result, rows []row) 
 // trouble tells what happened to a contestant that should not have.
 func trouble(name string, rs []result) (notes []string) {
 	for _, kind := range []struct{ value, text string }{
-		{"unfinished", "%s: did not finish, %d times"},
-		{"rebuilds", "%s: %d consumers made anew"},
-		{"reconnects", "%s: %d reconnects"},
-		{"errors", "%s: %d errors told to the connection's handler"},
+		{"unfinished", "%s: did not finish in time, runs: %d"},
+		{"rebuilds", "%s: consumers made anew: %d"},
+		{"reconnects", "%s: reconnects: %d"},
+		{"errors", "%s: errors told to the connection's handler: %d"},
 	} {
 		sum := 0
 		for _, r := range rs {
@@ -233,5 +245,22 @@ func printVerdicts(w io.Writer, vs []verdict) {
 	}
 	fmt.Fprint(w, "\n### Wanted\n\n")
 	table(w, lines)
-	fmt.Fprint(w, "\n"+legend)
+}
+
+// printWorse lists where a peer is better by more than 5 %. What is there as a
+// bound, such as the floor, is no peer.
+func printWorse(w io.Writer, rows []row) {
+	lines := [][]string{{"case", "metric", "paced", "peer", "", "×"}}
+	for _, r := range rows {
+		m := known[r.Metric]
+		worse := !m.more && r.Ratio > 1.05 || m.more && r.Ratio < 0.95
+		if caseNamed(r.Case).contestant(r.PeerName).bound || r.Ratio == 0 || !worse {
+			continue
+		}
+		lines = append(lines, []string{r.Case, strings.TrimSpace(r.Metric + " " + m.unit), m.print(r.Paced), r.PeerName, m.print(r.Peer), fmt.Sprintf("%.2f", r.Ratio)})
+	}
+	if len(lines) > 1 {
+		fmt.Fprint(w, "\n### Worse than a peer, by more than 5 %\n\n")
+		table(w, lines)
+	}
 }
