@@ -74,7 +74,7 @@ var causes = []cause{
 		resume:  200 * time.Millisecond,
 		rebuild: maxBackoff, // each attempt was cut
 		work:    maxBackoff,
-		creates: 12, pulls: 600,
+		creates: 12, pulls: 1100, // two for each connection
 	},
 	{
 		name:  "half-open connection",

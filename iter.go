@@ -92,6 +92,7 @@ type loop struct {
 	up         bool // the last event said CONNECTED
 	deaf       int  // barriers in a row that did not come back
 	closed     bool
+	unsure     bool // a message may have been lost with the old connection
 	moved      bool // the connection is another one since this was last looked at
 	reconnects uint64
 

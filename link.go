@@ -162,6 +162,7 @@ func (l *loop) move() error {
 	}
 	l.sweep()
 	l.quiet, l.greeted = time.Time{}, false
+	l.unsure = l.recipe.inOrder && !l.recipe.replay
 	// However fast the link flaps, ten pulls a second are enough.
 	l.notBefore = l.greetedAt.Add(100 * time.Millisecond)
 	if at := time.Now().Add(l.spread()); at.After(l.notBefore) {

@@ -193,6 +193,8 @@ func (l *loop) confirmAt() time.Time {
 			pause = confirmFar
 		}
 		return since.Add(l.pace.trip + pause)
+	case l.unsure:
+		return l.quiet
 	case l.caught && l.timed:
 		if l.quiet.After(l.untilAt) {
 			return l.quiet

@@ -608,7 +608,7 @@ func (l *loop) open() error {
 	l.since, l.quiet = now, time.Time{}
 	l.notBefore = time.Time{}
 	l.greeted, l.progress, l.oversize = false, false, false
-	l.early, l.confirms, l.recheck = 0, 0, time.Time{}
+	l.early, l.confirms, l.unsure, l.recheck = 0, 0, false, time.Time{}
 	l.low, l.list.beats = 0, 0
 	if l.work != nil {
 		l.low = -1 // whether to ask ahead is decided with the first pull
