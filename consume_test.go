@@ -1183,3 +1183,32 @@ func TestConsumeCutWithAYoungPull(t *testing.T) {
 		}
 	})
 }
+
+// What nats.go refuses at once is not tried again at once.
+func TestConsumeConfirmAcksWhileRefused(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", nats.ReconnectBufSize(-1), quietly())
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 1)
+		cfg := worker(jetstream.ConsumerConfig{})
+		cfg.ConfirmAcks = true
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool {
+			k := r.nc.Stats().Reconnects
+			r.srv.Cut()
+			time.AfterFunc(2*time.Second, r.srv.Restore)
+			for r.nc.IsConnected() {
+				time.Sleep(time.Millisecond)
+			}
+			ack(t, m)
+			if r.nc.Stats().Reconnects == k {
+				t.Error("the connection was never cut")
+			}
+			return false
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if ci := r.info("w"); ci.AckFloor.Stream != 1 {
+			t.Errorf("floor %d", ci.AckFloor.Stream)
+		}
+	})
+}

@@ -144,11 +144,14 @@ func (c *claim) confirmed() error {
 			cancelTry()
 			return nil
 		}
-		if errors.Is(err, nats.ErrNoResponders) {
-			<-try.Done() // the consumer has no leader for now, or is gone
+		closed := errors.Is(err, nats.ErrConnectionClosed)
+		if !closed {
+			// Refused at once: the consumer has no leader for now or is gone, or
+			// nats.go takes nothing while it reconnects.
+			<-try.Done()
 		}
 		cancelTry()
-		if ctx.Err() != nil || errors.Is(err, nats.ErrConnectionClosed) {
+		if ctx.Err() != nil || closed {
 			unknown := &AckError{Sequence: c.seq, where: c.ledger.where, reason: fmt.Errorf("no confirmation: %w", err)}
 			c.ledger.failed.CompareAndSwap(nil, unknown)
 			c.ledger.ring()
