@@ -1212,3 +1212,72 @@ func TestConsumeConfirmAcksWhileRefused(t *testing.T) {
 		}
 	})
 }
+
+// With finite attempts no pull asks for more than one message and none is sent
+// beside another, also those that ask whether the queue is empty.
+func TestConsumeUntilEmptyKeepsAttempts(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		s := r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 100)
+		cfg := worker(jetstream.ConsumerConfig{MaxDeliver: 1})
+		cfg.UntilEmpty = true
+		cfg.Listener = &Listener{PullIssued: func(n, _ int) {
+			if n > 1 {
+				t.Errorf("a pull of %d", n)
+			}
+		}}
+		n := 0
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool { n++; return ack(t, m) }); err != nil || n != 100 {
+			t.Fatalf("%d bodies, %v", n, err)
+		}
+		// Pending, and held back for now.
+		r.publish("s.a", 3)
+		if _, err := s.PauseConsumer(t.Context(), "w", time.Now().Add(time.Second)); err != nil {
+			t.Fatal(err)
+		}
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool { return false }); err != nil {
+			t.Fatal(err)
+		}
+		if ci := r.info("w"); ci.Delivered.Stream != 101 {
+			t.Errorf("%d delivered, want the one in the body", ci.Delivered.Stream-100)
+		}
+		// Pending no more: the loop has to find out without another pull.
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool {
+			if err := s.Purge(t.Context()); err != nil {
+				t.Error(err)
+			}
+			return ack(t, m)
+		}); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
+
+// A pull that ended because the next message is too large for it shows nothing
+// about the queue: a large message that was given back is delivered again.
+func TestConsumeUntilEmptyOversize(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 50)
+		if _, err := r.js.Publish(t.Context(), "s.a", make([]byte, 30_000)); err != nil {
+			t.Fatal(err)
+		}
+		cfg := worker(jetstream.ConsumerConfig{})
+		cfg.UntilEmpty, cfg.MaxBytes = true, 10_000
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		acked := 0
+		if err := consume(t, r, ctx, cfg, func(m Msg) bool {
+			if m.Sequence() == 51 && m.NumDelivered() == 1 {
+				_ = m.Nak()
+				return true
+			}
+			acked++
+			return ack(t, m)
+		}); err != nil || acked != 51 {
+			t.Errorf("%d acknowledged, %v", acked, err)
+		}
+	})
+}

@@ -112,7 +112,7 @@ func (l *loop) status(m *nats.Msg) directive {
 		}
 		if l.work != nil {
 			l.alive = true
-			if s.confirm && s.got == 0 {
+			if !l.caught && s.got == 0 {
 				return l.emptied()
 			}
 			return directive{kind: skip}
@@ -179,8 +179,8 @@ func (l *loop) status(m *nats.Msg) directive {
 		return d
 	}
 	l.in.terminated(s, undelivered, time.Now(), max(2*s.heartbeat, time.Second))
-	if l.work != nil && s.confirm && empty {
-		return l.emptied()
+	if l.work != nil && !l.caught && empty && description == statusRequestTimeout {
+		return l.emptied() // no other end shows anything
 	}
 	return d
 }

@@ -239,8 +239,15 @@ func (l *loop) confirm(now time.Time) directive {
 		l.nextConfirm = now.Add(life)
 		return l.locate()
 	}
+	batch := max(1, min(l.pace.credit-l.in.owed, l.credit()))
+	if l.work != nil && !l.work.ahead() {
+		if l.in.owed > l.in.fading() {
+			return directive{kind: skip} // the heartbeats of what is out will do
+		}
+		batch = 1
+	}
 	l.askBeside()
-	w := pullSpec{batch: max(1, min(l.pace.credit-l.in.owed, l.credit())), heartbeat: max(confirmHeartbeat, life/16), expires: life, confirm: true}
+	w := pullSpec{batch: batch, heartbeat: max(confirmHeartbeat, life/16), expires: life, confirm: true}
 	if l.list.active {
 		return l.askList(now, w)
 	}
@@ -299,8 +306,8 @@ func (l *loop) ask() directive {
 	if !l.caught {
 		// Ask for what is known to be there, so that every pull is filled and
 		// both slots are free for the confirming pull at the end.
-		if batch = min(batch, expected-l.in.owed); l.list.active {
-			batch = max(batch, 1) // askList knows better
+		if batch = min(batch, expected-l.in.owed); l.list.active || l.oversize {
+			batch = max(batch, 1) // askList knows better; a redelivery is not pending
 		}
 	} else if l.work != nil && expected > 0 {
 		// A pull that is filled is over: nothing has to be waited for on
