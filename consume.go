@@ -95,6 +95,7 @@ const (
 	barrierTime    = time.Second
 	missingFor     = time.Second // an answer that the consumer is gone is asked for twice
 	refreshEvery   = 5 * time.Second
+	onItsWay       = 100 * time.Millisecond // what was sent to us has come by then
 )
 
 func (c ConsumeConfig) withDefaults() ConsumeConfig {

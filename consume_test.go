@@ -1281,3 +1281,22 @@ func TestConsumeUntilEmptyOversize(t *testing.T) {
 		}
 	})
 }
+
+// On replicated consumers data comes behind heartbeats and answers to requests:
+// what is on its way is waited for.
+func TestConsumeUntilEmptyWaitsForWhatWasSent(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 20)
+		r.srv.SetFilter(faultproxy.First(1, func(f faultproxy.Frame) bool {
+			return f.Direction == faultproxy.ToClient && strings.HasPrefix(f.Reply, "$JS.ACK.") && strings.Contains(f.Reply, ".20.20.")
+		}, faultproxy.After(60*time.Millisecond)))
+		cfg := worker(jetstream.ConsumerConfig{})
+		cfg.UntilEmpty = true
+		n := 0
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool { n++; return ack(t, m) }); err != nil || n != 20 {
+			t.Errorf("%d bodies, %v", n, err)
+		}
+	})
+}

@@ -43,6 +43,9 @@ type work struct {
 	forgot  bool   // that was said
 	settled uint64 // how many were settled then
 
+	elsewhere   uint64    // the last consumer sequence sent, where that did not come here
+	elsewhereAt time.Time // since when it is that one
+
 	// For DeletedRecreate: what is to be delivered again.
 	floor   uint64              // everything up to here was acknowledged, as the server said
 	seen    uint64              // the last stream sequence received
@@ -449,9 +452,20 @@ func (l *loop) emptied() directive {
 		return directive{kind: skip} // asked again with the next pull
 	}
 	l.pos.pending = ci.NumPending
-	if ci.NumPending == 0 {
-		l.over = true
+	if ci.NumPending > 0 {
+		return directive{kind: skip}
 	}
+	if w := l.work; ci.Delivered.Consumer > w.cseq {
+		// To others, or to us: on replicated consumers data comes behind
+		// heartbeats and answers (consumer.go:5834).
+		if now := time.Now(); ci.Delivered.Consumer != w.elsewhere {
+			w.elsewhere, w.elsewhereAt = ci.Delivered.Consumer, now
+			return directive{kind: skip}
+		} else if now.Sub(w.elsewhereAt) < onItsWay {
+			return directive{kind: skip}
+		}
+	}
+	l.over = true
 	return directive{kind: skip}
 }
 
