@@ -28,7 +28,8 @@ func (g *gather) begin(l *loop) {
 }
 
 // add takes one message and hands the batch over when it is full. Room for one
-// more as large as the largest has to be left: nothing more could be asked for.
+// more as large as the largest has to be left: nothing more could be asked for,
+// nor beyond the consumer's MaxAckPending.
 func (g *gather) add(l *loop, m Msg) bool {
 	if l.work != nil && len(g.held) == 0 {
 		if half := m.AckDeadline().Add(-m.claim.wait / 2); half.Before(g.end) {
@@ -37,7 +38,7 @@ func (g *gather) add(l *loop, m Msg) bool {
 	}
 	g.held = append(g.held, m)
 	g.size += m.m.Size()
-	if len(g.held) < g.n && g.size+l.pace.large <= l.maxBytes {
+	if len(g.held) < min(g.n, l.maxMessages) && g.size+l.pace.large <= l.maxBytes {
 		return true
 	}
 	return g.hand(l)

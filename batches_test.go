@@ -293,3 +293,32 @@ func TestBatchesOfAConsumer(t *testing.T) {
 		}
 	})
 }
+
+// A batch larger than the consumer's MaxAckPending can never be full, and is not
+// waited for.
+func TestBatchesLargerThanMaxAckPending(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 100)
+		cfg := worker(jetstream.ConsumerConfig{MaxAckPending: 10})
+		cfg.UntilEmpty = true
+		c, err := NewConsumer(r.js, cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		start, n := time.Now(), 0
+		for batch, err := range c.Batches(t.Context(), 50, 10*time.Second) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, m := range batch {
+				ack(t, m)
+			}
+			n += len(batch)
+		}
+		if d := time.Since(start); n != 100 || d > time.Second {
+			t.Errorf("%d messages in %v", n, d)
+		}
+	})
+}
