@@ -1300,3 +1300,37 @@ func TestConsumeUntilEmptyWaitsForWhatWasSent(t *testing.T) {
 		}
 	})
 }
+
+// An unknown outcome ends a loop also while its consumer cannot be had.
+func TestConsumeConfirmAcksInARebuild(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", quietly())
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 1)
+		cfg := worker(jetstream.ConsumerConfig{})
+		cfg.ConfirmAcks = true
+		rebuilding := 0
+		cfg.Listener = &Listener{Resubscribing: func(error, int, time.Duration) { rebuilding++ }}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		defer cancel()
+		var unknown time.Time
+		err := consume(t, r, ctx, cfg, func(m Msg) bool {
+			r.srv.SetFilter(func(f faultproxy.Frame) faultproxy.Action {
+				if f.Direction == faultproxy.ToServer && strings.HasPrefix(f.Subject, "$JS.") {
+					return faultproxy.Drop
+				}
+				return faultproxy.Pass
+			})
+			time.AfterFunc(time.Minute, func() {
+				if m.Ack() == nil || rebuilding == 0 {
+					t.Error("confirmed, or no rebuild: this test tests nothing")
+				}
+				unknown = time.Now()
+			})
+			return true
+		})
+		if _, ok := errors.AsType[*AckError](err); !ok || time.Since(unknown) > maxRequestTimeout {
+			t.Errorf("%v, %v after the outcome", err, time.Since(unknown))
+		}
+	})
+}

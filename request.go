@@ -543,6 +543,11 @@ func (l *loop) sleep(delay time.Duration, first, hasty bool) error {
 		if l.closed {
 			return l.errorf(nats.ErrConnectionClosed)
 		}
+		if l.work != nil {
+			if err := l.work.books.failed.Load(); err != nil {
+				return err
+			}
+		}
 		if l.draining() {
 			return errFinished
 		}
