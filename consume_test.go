@@ -1334,3 +1334,90 @@ func TestConsumeConfirmAcksInARebuild(t *testing.T) {
 		}
 	})
 }
+
+// After Drain nothing is asked for, not even whether the queue is empty.
+func TestConsumeDrainUntilEmpty(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		s := r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 5)
+		if _, err := s.CreateConsumer(t.Context(), jetstream.ConsumerConfig{
+			Durable: "w", AckPolicy: jetstream.AckExplicitPolicy, PauseUntil: new(time.Now().Add(time.Hour)),
+		}); err != nil {
+			t.Fatal(err)
+		}
+		var c *Consumer
+		var drained time.Time
+		cfg := worker(jetstream.ConsumerConfig{})
+		cfg.UntilEmpty = true
+		cfg.Listener = &Listener{PullIssued: func(int, int) {
+			if !drained.IsZero() {
+				t.Errorf("a pull %v after Drain", time.Since(drained))
+			}
+		}}
+		c, err := NewConsumer(r.js, cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		time.AfterFunc(500*time.Millisecond, func() { drained = time.Now(); c.Drain() })
+		for m, err := range c.Messages(t.Context()) {
+			t.Errorf("sequence %d, %v", m.Sequence(), err)
+		}
+		if d := time.Since(drained); d > youth {
+			t.Errorf("ended %v after Drain", d)
+		}
+	})
+}
+
+// What has arrived when Drain is called is yielded, also when the loop is just
+// about to look for its consumer.
+func TestConsumeDrainInARebuild(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", quietly())
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 1)
+		pulls := make(chan string, 100)
+		r.srv.SetFilter(func(f faultproxy.Frame) faultproxy.Action {
+			if f.Direction == faultproxy.ToServer && strings.Contains(f.Subject, "CONSUMER.MSG.NEXT") {
+				pulls <- f.Reply
+			}
+			return faultproxy.Pass
+		})
+		var c *Consumer
+		rebuilding := false
+		cfg := worker(jetstream.ConsumerConfig{MaxDeliver: 1})
+		cfg.Tuning.LookAhead = time.Second // there is a pull while the body runs
+		cfg.Listener = &Listener{
+			Resubscribing: func(error, int, time.Duration) { rebuilding = true; c.Drain() },
+			HandedBack:    func(n int) { t.Errorf("%d handed back", n) },
+		}
+		c, err := NewConsumer(r.js, cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := 0
+		for m, err := range c.Messages(t.Context()) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			if n++; n == 1 {
+				time.Sleep(time.Second)
+				for len(pulls) > 1 {
+					<-pulls
+				}
+				status := nats.NewMsg(<-pulls) // in front of a message
+				status.Header.Set("Status", "599")
+				if err := r.nc.PublishMsg(status); err != nil {
+					t.Error(err)
+				}
+				r.publish("s.a", 1)
+				time.Sleep(time.Second)
+			}
+			ack(t, m)
+		}
+		time.Sleep(handBackTime)
+		if n != 2 || !rebuilding {
+			t.Errorf("%d bodies, rebuilding %v", n, rebuilding)
+		}
+	})
+}

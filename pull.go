@@ -209,7 +209,7 @@ func (l *loop) confirmAt() time.Time {
 // After five in a row that brought nothing their life doubles.
 func (l *loop) confirm(now time.Time) directive {
 	at := l.confirmAt()
-	if at.IsZero() || now.Before(at) || now.Before(l.nextConfirm) || now.Before(l.notBefore) || l.line.need > 0 || l.oversize {
+	if at.IsZero() || now.Before(at) || now.Before(l.nextConfirm) || now.Before(l.notBefore) || l.line.need > 0 || l.oversize || l.draining() {
 		return directive{kind: skip}
 	}
 	for i := range l.in.slots {

@@ -468,7 +468,9 @@ func (l *loop) subscribe(reason error) error {
 				l.lis.Resubscribing(err, l.attempt, delay)
 			}
 		}
-		if err := l.sleep(delay, first, shutdown); err != nil {
+		if err := l.sleep(delay, first, shutdown); err == errFinished && l.gen != nil {
+			return nil // what has arrived, or is on its way, is yielded first
+		} else if err != nil {
 			return err
 		}
 		err := l.open()
