@@ -98,6 +98,9 @@ func (l *loop) status(m *nats.Msg) directive {
 		l.beside.answer = m
 		return directive{kind: skip}
 	}
+	if l.swept(m) {
+		return directive{kind: skip}
+	}
 	s := l.in.slotOf(m)
 	if s == nil || !s.open || s.token != m.Subject || len(m.Data) > 0 {
 		return directive{kind: skip} // of a pull that is over

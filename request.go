@@ -114,7 +114,7 @@ func (l *loop) barrier(before error, subjects ...string) error {
 		switch {
 		case err == nil:
 			l.deaf = 0
-			l.swept()
+			l.read()
 			return l.link.refused(before, subjects...)
 		case l.ctx.Err() != nil:
 			return l.ctx.Err()
@@ -152,7 +152,9 @@ func (l *loop) await(reply string, deadline time.Time) (*nats.Msg, error) {
 			if m.Subject == reply && m.Reply == "" {
 				return m, nil
 			}
-			l.in.back = append(l.in.back, m)
+			if !l.swept(m) {
+				l.in.back = append(l.in.back, m)
+			}
 		case s := <-l.link.events:
 			l.event(s)
 			if l.closed {
@@ -412,33 +414,67 @@ func (l *loop) greet(before error) directive {
 
 // leftover is a consumer to delete.
 type leftover struct {
-	name string
-	sent bool
-	on   uint64 // the connection that the request went out on, by its reconnects
+	name  string
+	asked string // where the answer comes
+	sent  bool
+	on    uint64 // the connection that the request went out on, by its reconnects
+	read  int    // how often the server has read of it
 }
 
+const (
+	litterMost = 8 // leftovers remembered, and room for their answers
+	litterRead = 3 // unanswered requests that the server has read
+)
+
 // sweep asks for the consumers left behind to be deleted. Nobody waits for the
-// answers, but until a barrier behind it came back the next rebuild or
-// reconnect asks again: a link that flaps swallows deletes with everything else
-// and would leave a consumer each time. InactiveThreshold is the backstop
-// behind that. The requests carry a reply subject because the server ignores
-// one without.
+// answers, but until one came the next rebuild or reconnect, and the exit, ask
+// again: a link that flaps swallows deletes with everything else, a cluster
+// without a meta leader reads them and does nothing, and each would leave a
+// consumer every time. InactiveThreshold is the backstop behind that. Who may
+// not delete is never answered, so that three times is enough.
 func (l *loop) sweep() {
+	l.litter = l.litter[max(0, len(l.litter)-litterMost):]
 	for i := range l.litter {
 		o := &l.litter[i]
 		o.sent, o.on = true, l.link.stats().Reconnects
-		_ = l.link.publish(l.api("CONSUMER.DELETE."+l.stream+"."+o.name), l.link.newInbox(), nil)
+		o.asked = l.link.newInbox() // the server ignores a request without
+		if l.in.ch != nil {
+			o.asked = l.in.token(0)
+		}
+		_ = l.link.publish(l.api("CONSUMER.DELETE."+l.stream+"."+o.name), o.asked, nil)
 	}
 }
 
-// swept forgets the consumers whose deletion the server has read of: a barrier
-// came back.
-func (l *loop) swept() {
+// read counts the requests that the server has read: a barrier came back.
+func (l *loop) read() {
 	if len(l.litter) == 0 {
 		return
 	}
 	now := l.link.stats().Reconnects
-	l.litter = slices.DeleteFunc(l.litter, func(o leftover) bool { return o.sent && o.on == now })
+	l.litter = slices.DeleteFunc(l.litter, func(o leftover) bool { return o.sent && o.on == now && o.read+1 >= litterRead })
+	for i := range l.litter {
+		if o := &l.litter[i]; o.sent && o.on == now {
+			o.sent = false
+			o.read++
+		}
+	}
+}
+
+// swept reports whether m answers one of sweep's requests, and forgets that
+// consumer if it is gone.
+func (l *loop) swept(m *nats.Msg) bool {
+	i := slices.IndexFunc(l.litter, func(o leftover) bool { return o.asked == m.Subject })
+	if i < 0 {
+		return false
+	}
+	var a struct {
+		apiError
+		Success bool `json:"success"`
+	}
+	if json.Unmarshal(m.Data, &a) == nil && (a.Success || (a.Error != nil && a.Error.Code == 404)) {
+		l.litter = slices.Delete(l.litter, i, i+1)
+	}
+	return true
 }
 
 // subscribe makes the next generation of the consumer and starts reading from

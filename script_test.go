@@ -938,9 +938,13 @@ func (f *scripted) serve(kind, name, reply string, cfg jetstream.ConsumerConfig)
 		}
 		f.answer(reply, f.info(c))
 	case "delete":
-		if c := f.consumers[name]; c != nil {
-			f.remove(c, true)
+		c := f.consumers[name]
+		if c == nil {
+			f.refuse(reply, 404, 10014, "consumer not found")
+			return
 		}
+		f.remove(c, true)
+		f.answer(reply, map[string]bool{"success": true})
 	case "pull":
 		p := f.pulls[len(f.pulls)-1]
 		p.consumer = f.consumers[name]

@@ -104,7 +104,7 @@ type inbox struct {
 // start subscribes the first slot. The second follows when it is needed.
 func (in *inbox) start(credit, room int) error {
 	if in.ch == nil {
-		in.ch = make(chan *nats.Msg, credit+2*room)
+		in.ch = make(chan *nats.Msg, credit+2*room+litterMost)
 	}
 	return in.connect(0)
 }
@@ -179,9 +179,9 @@ func (in *inbox) slotOf(m *nats.Msg) *slot {
 
 // fits returns how many messages of a batch the channel has room for beside
 // what is owed, with all the statuses that the open pulls and this one can
-// cause.
+// cause, and the answers that nobody waits for.
 func (in *inbox) fits(batch, room int) int {
-	used := in.owed - in.stray + room
+	used := in.owed - in.stray + room + litterMost
 	for i := range in.slots {
 		switch s := &in.slots[i]; {
 		case s.open:
@@ -200,7 +200,7 @@ func (in *inbox) grow(capacity int) error {
 	for i := range in.slots {
 		in.drop(i)
 	}
-	in.ch = make(chan *nats.Msg, capacity)
+	in.ch = make(chan *nats.Msg, capacity+litterMost)
 	return in.connect(0)
 }
 
@@ -370,7 +370,7 @@ func (in *inbox) forget() {
 // verify is the proof obligation behind "no drop by construction". It runs in
 // every test and not in production.
 func (in *inbox) verify(maxMessages, maxBytes int) {
-	owed, bytes, used := in.stray, in.adrift, 0
+	owed, bytes, used := in.stray, in.adrift, litterMost
 	for i := range in.slots {
 		s := &in.slots[i]
 		owed += s.owed

@@ -541,9 +541,9 @@ func TestVerify(t *testing.T) {
 		{"a closed slot that owes", func(in *inbox) { in.slots[0].open = false }, true},
 		{"a slot that owes less than nothing", func(in *inbox) { in.slots[0].owed, in.owed = -1, -1 }, true},
 		{"reserved less than nothing", func(in *inbox) { in.slots[0].bytes, in.bytes = -1, -1 }, true},
-		{"a channel too small for the messages", func(in *inbox) { in.ch = make(chan *nats.Msg, 20) }, true},
-		{"a channel too small for the statuses", func(in *inbox) { in.ch = make(chan *nats.Msg, 22) }, true},
-		{"a channel just large enough", func(in *inbox) { in.ch = make(chan *nats.Msg, 10+14+4) }, false},
+		{"a channel too small for the messages", func(in *inbox) { in.ch = make(chan *nats.Msg, 20+litterMost) }, true},
+		{"a channel too small for the statuses", func(in *inbox) { in.ch = make(chan *nats.Msg, 22+litterMost) }, true},
+		{"a channel just large enough", func(in *inbox) { in.ch = make(chan *nats.Msg, 10+14+4+litterMost) }, false},
 		{"above MaxMessages", func(in *inbox) { in.slots[0].owed, in.owed = mostMessages+1, mostMessages+1 }, true},
 		{"above MaxBytes", func(in *inbox) { in.slots[0].bytes, in.bytes = mostBytes+1, mostBytes+1 }, true},
 		{"above MaxBytes, one message alone", func(in *inbox) {
