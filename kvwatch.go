@@ -198,7 +198,16 @@ type bucketReader struct {
 	revisions     bool // every revision is wanted, not only the last ones
 	prefix        string
 	mayLose       bool // the bucket has a TTL or a size limit
+	names         bool // only the keys are wanted
+	whole         bool // and the values come along
 }
+
+// smallValues is the mean stored size of a revision (subject, value and 30 bytes,
+// filestore.go:10204) up to which a value is not left on the server. The header
+// that comes in its place is about as large and costs more: the server has to
+// make it and the client to decode it, a fifth of the time that a list of keys
+// takes.
+const smallValues = 128
 
 // meet finds out where the bucket's keys are: a mirror keeps the subjects of
 // its origin (kv.go:1609).
@@ -209,6 +218,7 @@ func (b *bucketReader) meet(info *jetstream.StreamInfo) {
 	}
 	b.prefix = "$KV." + origin + "."
 	b.mayLose = info.Config.MaxAge > 0 || info.Config.MaxBytes > 0
+	b.whole = b.names && info.State.Bytes <= smallValues*info.State.Msgs
 }
 
 func (b *bucketReader) filters() []string {
@@ -240,8 +250,13 @@ func (b *bucketReader) wants(m Msg) bool {
 // that was rewritten in each round may come later. If the consumer is lost
 // during the list, the list is made anew and goes on behind the last entry.
 func Watch(ctx context.Context, js jetstream.JetStream, cfg WatchConfig) iter.Seq2[Entry, error] {
+	return watch(ctx, js, cfg, false)
+}
+
+func watch(ctx context.Context, js jetstream.JetStream, cfg WatchConfig, names bool) iter.Seq2[Entry, error] {
 	err := cfg.validate()
 	r := cfg.reader()
+	r.kv.names = names
 	return func(yield func(Entry, error) bool) {
 		if err != nil {
 			yield(Entry{}, err)
@@ -270,7 +285,7 @@ func (c *WatchConfig) reader() reader {
 // and complete or ended by an error. It runs in constant memory, so that a key
 // that is rewritten while the bucket is listed may come twice; none is missing.
 func Keys(ctx context.Context, js jetstream.JetStream, bucket string, patterns ...string) iter.Seq2[string, error] {
-	seq := Watch(ctx, js, WatchConfig{Bucket: bucket, Keys: patterns, IgnoreDeletes: true, MetaOnly: true, UntilCaughtUp: true})
+	seq := watch(ctx, js, WatchConfig{Bucket: bucket, Keys: patterns, IgnoreDeletes: true, MetaOnly: true, UntilCaughtUp: true}, true)
 	return func(yield func(string, error) bool) {
 		for e, err := range seq {
 			if err != nil {

@@ -2,6 +2,7 @@ package paced
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"iter"
@@ -498,6 +499,64 @@ func TestKeysAndValuesOfEveryKind(t *testing.T) {
 			t.Errorf("got %d of %d", len(got), len(values))
 		}
 	})
+}
+
+// Keys leaves the values on the server where they are larger than what would
+// come in their place, and finds the keys either way. MetaOnly always does.
+func TestKeysOfSmallAndLargeValues(t *testing.T) {
+	for _, tc := range []struct {
+		name  string
+		sizes []int
+		leave bool
+	}{
+		{"small", []int{0, 16, 60}, false},
+		{"large", []int{200, 200, 200}, true},
+		{"one is large", []int{0, 0, 1000}, true},
+		{"one of many is large", append(make([]int, 30), 1000), false},
+	} {
+		for _, history := range []uint8{1, 5} {
+			testserver.InBubble(t, func(t *testing.T) {
+				r := newKVRig(t, "", jetstream.KeyValueConfig{History: history})
+				bare := false
+				r.srv.SetFilter(func(f faultproxy.Frame) faultproxy.Action {
+					if strings.Contains(f.Subject, ".CONSUMER.CREATE.") {
+						var c consumerCreate
+						if err := json.Unmarshal(f.Payload, &c); err != nil {
+							t.Error(err)
+						}
+						bare = c.Config.HeadersOnly
+					}
+					return faultproxy.Pass
+				})
+				var want []string
+				for i, n := range tc.sizes {
+					r.put(fmt.Sprint("gone", i), strings.Repeat("v", n))
+					want = append(want, fmt.Sprint("k", i))
+					r.put(want[i], strings.Repeat("v", n))
+				}
+				for i := range tc.sizes {
+					if err := r.kv.Delete(t.Context(), fmt.Sprint("gone", i)); err != nil {
+						t.Fatal(err)
+					}
+				}
+				var got []string
+				for k, err := range Keys(t.Context(), r.js, "B") {
+					if err != nil {
+						t.Fatal(err)
+					}
+					got = append(got, k)
+				}
+				if !slices.Equal(got, want) || bare != tc.leave {
+					t.Errorf("%s, history %d: %v, values left %v", tc.name, history, got, bare)
+				}
+				for e, err := range Watch(t.Context(), r.js, WatchConfig{Bucket: "B", MetaOnly: true, UntilCaughtUp: true}) {
+					if err != nil || len(e.Value()) > 0 || !bare {
+						t.Fatalf("%s, history %d: %d bytes, %v, values left %v", tc.name, history, len(e.Value()), err, bare)
+					}
+				}
+			})
+		}
+	}
 }
 
 // A mirror keeps the subjects of its origin; a domain is another API prefix.

@@ -370,7 +370,7 @@ func (r *reader) consumerConfig(l *loop, lists bool) (cc jetstream.ConsumerConfi
 		Name:              l.name,
 		AckPolicy:         jetstream.AckNonePolicy,
 		ReplayPolicy:      c.ReplayPolicy,
-		HeadersOnly:       c.HeadersOnly,
+		HeadersOnly:       c.HeadersOnly && (r.kv == nil || !r.kv.whole),
 		InactiveThreshold: c.InactiveThreshold,
 		Metadata:          c.Metadata,
 		Replicas:          1,
