@@ -85,9 +85,9 @@ type loop struct {
 	confirms    int       // confirming pulls in a row that brought nothing
 	nextConfirm time.Time
 	flow        flow
-	doubt       int       // heartbeats that do not prove a scan position (replay original)
-	asleep      int       // times in a row the server was found asleep with a message in hand
-	recheck     time.Time // when the consumer is asked again for what it counts as sent; zero: not
+	doubt       int // heartbeats that do not prove a scan position (replay original)
+	asleep      int // times in a row the server was found asleep with a message in hand
+	recheck     recheck
 
 	up         bool // the last event said CONNECTED
 	deaf       int  // barriers in a row that did not come back

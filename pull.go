@@ -23,6 +23,27 @@ type flow struct {
 	at    time.Time
 }
 
+// recheck is when the consumer is asked again for what it counts as sent.
+type recheck struct {
+	at    time.Time // zero: not
+	until time.Time // bytes that arrive put it off until then
+	seen  uint64
+}
+
+// due reports whether it is time. While bytes arrive on the connection, what was
+// sent may stand behind them: with a thousand loops on it that takes more than a
+// second.
+func (r *recheck) due(now time.Time, seen uint64) bool {
+	if r.at.IsZero() || now.Before(r.at) {
+		return false
+	}
+	if seen == r.seen || !now.Before(r.until) {
+		return true
+	}
+	r.seen, r.at = seen, now.Add(time.Second)
+	return false
+}
+
 // pullSlack is how much longer than its life a pull is waited for: the
 // server's own 408 has to win, since it says what is still owed.
 const pullSlack = 500 * time.Millisecond
@@ -45,7 +66,7 @@ func (l *loop) overdue(now time.Time) directive {
 	if l.stranded() && !now.Before(l.vet.at.Add(writeDeadline)) {
 		return directive{kind: restart, reason: fmt.Errorf("%s: %w", l.vet.subject, errNoAnswer)}
 	}
-	if !l.recheck.IsZero() && !now.Before(l.recheck) {
+	if l.recheck.due(now, l.link.stats().InBytes) {
 		return l.probe()
 	}
 	for i := range l.in.slots {
@@ -157,8 +178,8 @@ func (l *loop) due(now time.Time) time.Time {
 	if now.Before(l.notBefore) {
 		sooner(l.notBefore)
 	}
-	if !l.recheck.IsZero() {
-		sooner(l.recheck)
+	if !l.recheck.at.IsZero() {
+		sooner(l.recheck.at)
 	}
 	if t := l.confirmAt(); !t.IsZero() {
 		if t.Before(l.nextConfirm) {

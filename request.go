@@ -246,8 +246,8 @@ func (l *loop) consumerInfo(name string) (*jetstream.ConsumerInfo, error) {
 // on the wire has arrived before it, so that only the silence behind it counts.
 func (l *loop) probe() directive {
 	arrived := l.in.waiting()
-	again := !l.recheck.IsZero()
-	l.recheck = time.Time{}
+	again := !l.recheck.at.IsZero()
+	l.recheck = recheck{}
 	if l.recipe.replay {
 		l.doubt = len(l.in.slots)
 	}
@@ -270,9 +270,10 @@ func (l *loop) probe() directive {
 	case l.work != nil:
 		return l.unheard(info)
 	case info.Delivered.Consumer > l.pos.cseq && !again:
-		// Sent, and not here: the answer may have overtaken it. Asked again in
-		// a second, it is the truth.
-		l.recheck = time.Now().Add(time.Second)
+		// Sent, and not here: the answer may have overtaken it. Asked again a
+		// second after the connection fell silent, it is the truth.
+		now := time.Now()
+		l.recheck = recheck{at: now.Add(time.Second), until: now.Add(writeDeadline), seen: l.link.stats().InBytes}
 		return directive{kind: skip}
 	case info.Delivered.Consumer != l.pos.cseq:
 		return directive{kind: restart, reason: errLostTail}
@@ -651,7 +652,7 @@ func (l *loop) open() error {
 	l.since, l.quiet = now, time.Time{}
 	l.notBefore = time.Time{}
 	l.greeted, l.progress, l.oversize = false, false, false
-	l.early, l.confirms, l.unsure, l.recheck = 0, 0, false, time.Time{}
+	l.early, l.confirms, l.unsure, l.recheck = 0, 0, false, recheck{}
 	l.low, l.list.beats = 0, 0
 	if l.work != nil {
 		l.low = -1 // whether to ask ahead is decided with the first pull
