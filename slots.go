@@ -27,23 +27,24 @@ type slot struct {
 	sub   *nats.Subscription
 	inbox string // with its final dot
 
-	open      bool
+	open    bool
+	bounded bool // the pull carries max_bytes
+	ended   bool // a terminal status was seen and data is owed
+	confirm bool // sent to hear where the server is
+	stocked bool // sent with messages waiting on the server: measures the round trip
+	touched bool // a frame came since heard was set
+	role    role
+
 	token     string // reply subject of the open pull
+	serial    uint64 // of the token
 	owed      int    // messages asked for and not yet taken
 	bytes     int    // bytes reserved for them
-	bounded   bool   // the pull carries max_bytes
 	got       int    // messages taken
-	ended     bool   // a terminal status was seen and data is owed
-	role      role
-	serial    uint64 // of the token
-	confirm   bool   // sent to hear where the server is
-	stocked   bool   // sent with messages waiting on the server: measures the round trip
 	room      int    // statuses this pull can cause while nobody reads
 	heartbeat time.Duration
 	sent      time.Time
 	deadline  time.Time // the server's own end must have come by then
 	heard     time.Time
-	touched   bool      // a frame came since heard was set
 	seen      uint64    // bytes the connection had received when this was last overdue
 	grace     time.Time // not overdue before: see delayed
 }

@@ -178,7 +178,7 @@ var cases = []benchCase{
 	{
 		name: "loops-1000", about: "1000 loops",
 		n: 800, size: 128, loops: 1000, prepare: fillStream,
-		contestants: with(thePaced, aloneLoop), metrics: throughput,
+		contestants: with(theFloor, thePaced, aloneLoop), metrics: throughput,
 		wants: []want{atLeast(0.85, "one loop", "msgs/s")},
 	},
 	{
