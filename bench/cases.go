@@ -85,7 +85,7 @@ func with(some ...contestant) []contestant { return append(some, theStock...) }
 
 var (
 	throughput = []string{"msgs/s", "cpu/msg", "server cpu/msg", "allocs/msg", "peak heap"}
-	buffering  = []string{"msgs/s", "waiting", "cpu/msg", "peak heap"}
+	buffering  = []string{"msgs/s", "waiting", "cpu/msg", "server cpu/msg", "peak heap"}
 )
 
 // cases vary one dimension at a time from the first one: 128 B, a body that
