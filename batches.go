@@ -31,7 +31,7 @@ func (g *gather) begin(l *loop) {
 // more as large as the largest has to be left: nothing more could be asked for,
 // nor beyond the consumer's MaxAckPending.
 func (g *gather) add(l *loop, m Msg) bool {
-	if l.work != nil && len(g.held) == 0 {
+	if l.work != nil {
 		if half := m.AckDeadline().Add(-m.claim.wait / 2); half.Before(g.end) {
 			g.end = half
 		}

@@ -322,3 +322,38 @@ func TestBatchesLargerThanMaxAckPending(t *testing.T) {
 		}
 	})
 }
+
+// A message that is delivered again may have less time than the first of its
+// batch, which then comes earlier.
+func TestBatchesComeBeforeTheShortestDeadline(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 1)
+		c, err := NewConsumer(r.js, worker(jetstream.ConsumerConfig{BackOff: []time.Duration{20 * time.Second, time.Second}}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		start := time.Now()
+		var got []string
+		for batch, err := range c.Batches(t.Context(), 10, 8*time.Second) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			got = append(got, fmt.Sprintf("%v: %d", time.Since(start).Round(100*time.Millisecond), len(batch)))
+			if len(got) == 2 {
+				for _, m := range batch {
+					ack(t, m)
+				}
+				break
+			}
+			if err := batch[0].NakWithDelay(3 * time.Second); err != nil {
+				t.Error(err)
+			}
+			r.publish("s.a", 1)
+		}
+		if g, want := fmt.Sprint(got), "[8s: 1 11.5s: 2]"; g != want {
+			t.Errorf("got %s, want %s", g, want)
+		}
+	})
+}

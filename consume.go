@@ -260,7 +260,7 @@ func (c *Consumer) Messages(ctx context.Context) iter.Seq2[Msg, error] {
 
 // Batches returns the same messages up to n at a time. A batch ends when it has
 // n messages, or as many as the consumer's MaxAckPending, or MaxBytes, when wait
-// has passed since the body was last back, or when its first message has used
+// has passed since the body was last back, or when one of its messages has used
 // half of its AckWait; after wait it comes even if it is empty. It is handled as
 // a whole and its slice is the caller's. n is from 1 to MaxMessages.
 func (c *Consumer) Batches(ctx context.Context, n int, wait time.Duration) iter.Seq2[[]Msg, error] {
