@@ -66,6 +66,14 @@ func (g *gather) due(t *time.Time) bool {
 	return g != nil
 }
 
+// forget drops what was gathered: its consumer is no more, and the next one
+// delivers it again.
+func (g *gather) forget() {
+	if g != nil {
+		g.held, g.size = nil, 0
+	}
+}
+
 // flush hands over what is left at the end.
 func (g *gather) flush(l *loop) bool {
 	return g == nil || len(g.held) == 0 || g.hand(l)

@@ -357,3 +357,31 @@ func TestBatchesComeBeforeTheShortestDeadline(t *testing.T) {
 		}
 	})
 }
+
+// What was gathered of a consumer that is gone comes again from the next one,
+// and not twice in one batch.
+func TestBatchesOfAConsumerMadeAgain(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", quietly())
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 5)
+		cfg := worker(jetstream.ConsumerConfig{})
+		cfg.OnDeleted = DeletedRecreate
+		c, err := NewConsumer(r.js, cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		time.AfterFunc(3*time.Second, func() { deleteConsumers(r) })
+		var got []uint64
+		for batch, err := range c.Batches(t.Context(), 20, 10*time.Second) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, m := range batch {
+				got = append(got, m.Sequence())
+			}
+			break
+		}
+		wantSequences(t, got, sequences(1, 5))
+	})
+}

@@ -258,6 +258,7 @@ func (w *work) forget(l *loop) {
 		c.free()
 	}
 	w.given()
+	l.gather.forget()
 	// The new one begins behind what is acknowledged and delivers the rest
 	// again; until it has, what its predecessor delivered counts for nothing.
 	w.cseq, w.high, w.shared, w.unacked = 0, 0, false, nil
