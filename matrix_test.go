@@ -54,7 +54,6 @@ func TestMatrix(t *testing.T) {
 								c.dir, c.copied = t.TempDir(), t.TempDir()
 								testserver.InBubble(t, func(t *testing.T) { c.TB = t; c.play() })
 							case threeServers:
-								testserver.BeforeBubble() // what bubbles left in the pool is fatal outside of them
 								if cluster == nil {
 									var err error
 									if cluster, err = testserver.RunCluster(nil); err != nil {
@@ -64,7 +63,6 @@ func TestMatrix(t *testing.T) {
 								c.cluster = cluster
 								c.play()
 							case process:
-								testserver.BeforeBubble()
 								c.playStopped()
 							}
 						})

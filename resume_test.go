@@ -100,7 +100,6 @@ func TestTimeToResume(t *testing.T) {
 				c.dir = t.TempDir()
 				testserver.InBubble(t, func(t *testing.T) { c.TB = t; took, came = c.timeToResume(limit) })
 			} else {
-				testserver.BeforeBubble()
 				c.cluster = testserver.NewCluster(t, nil)
 				took, came = c.timeToResume(limit / 15)
 			}

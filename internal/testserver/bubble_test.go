@@ -233,6 +233,27 @@ func TestBubbleCleanup(t *testing.T) {
 	}
 }
 
+// What nats.go keeps of a bubble is not found outside of it.
+func TestAfterBubble(t *testing.T) {
+	s := testserver.New(t, testserver.Options{})
+	for range 20 { // the pool is one per processor
+		testserver.InBubble(t, func(t *testing.T) {
+			nc := testserver.New(t, testserver.Options{}).Connect(t)
+			for range 50 {
+				if err := nc.Flush(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+		nc := s.Connect(t)
+		for range 50 {
+			if err := nc.Flush(); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
 func must[T any](v T, err error) func(testing.TB) T {
 	return func(t testing.TB) T {
 		t.Helper()

@@ -31,10 +31,10 @@ var registerOnce sync.Once
 // would stand still. [InBubble] calls it; so may TestMain.
 func Register() { registerOnce.Do(ats.Register) }
 
-// BeforeBubble empties the timer pool of nats.go (timer.go:22), a sync.Pool
-// that survives one collection: a timer made in one bubble is fatal in the
-// next. Call it before each synctest.Test. [InBubble] does.
-func BeforeBubble() {
+// emptyTimers empties the timer pool of nats.go (timer.go:22), a sync.Pool that
+// survives one collection: a timer made in one bubble is fatal in the next, and
+// outside of any.
+func emptyTimers() {
 	runtime.GC()
 	runtime.GC()
 }
@@ -45,7 +45,8 @@ func BeforeBubble() {
 func InBubble(t *testing.T, f func(*testing.T)) {
 	t.Helper()
 	Register()
-	BeforeBubble()
+	emptyTimers()
+	defer emptyTimers()
 	synctest.Test(t, f)
 }
 
