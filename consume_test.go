@@ -1421,3 +1421,31 @@ func TestConsumeDrainInARebuild(t *testing.T) {
 		}
 	})
 }
+
+// What is due for redelivery is not nothing either while a pause holds it back.
+func TestConsumeUntilEmptyPausedRedelivery(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		s := r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 3)
+		cfg := worker(jetstream.ConsumerConfig{})
+		var held []Msg
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool { held = append(held, m); return len(held) < 3 }); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := s.PauseConsumer(t.Context(), "w", time.Now().Add(time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range held {
+			if err := m.Nak(); err != nil {
+				t.Error(err)
+			}
+		}
+		cfg.UntilEmpty = true
+		start := time.Now()
+		got := map[uint64]bool{}
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool { got[m.Sequence()] = true; return ack(t, m) }); err != nil || len(got) != 3 || time.Since(start) < time.Minute {
+			t.Errorf("%d messages, %v after %v", len(got), err, time.Since(start))
+		}
+	})
+}

@@ -443,7 +443,8 @@ func (l *loop) unheard(ci *jetstream.ConsumerInfo) directive {
 
 // emptied asks whether the consumer has nothing for anybody. It is called when
 // a pull has shown that nothing can be delivered right now: what is pending
-// then is held back by a pause or by MaxAckPending.
+// then is held back by a pause or by MaxAckPending. A pause holds back what is
+// due for redelivery as well (consumer.go:5455), which is not pending.
 func (l *loop) emptied() directive {
 	if l.work.leaving {
 		return directive{kind: skip}
@@ -453,7 +454,7 @@ func (l *loop) emptied() directive {
 		return directive{kind: skip} // asked again with the next pull
 	}
 	l.pos.pending = ci.NumPending
-	if ci.NumPending > 0 {
+	if ci.NumPending > 0 || (ci.Paused && int64(ci.NumAckPending) > l.work.books.open.Load()) {
 		return directive{kind: skip}
 	}
 	if w := l.work; ci.Delivered.Consumer > w.cseq {
