@@ -1449,3 +1449,51 @@ func TestConsumeUntilEmptyPausedRedelivery(t *testing.T) {
 		}
 	})
 }
+
+// The credit of a message that was not handed out comes back when its AckWait
+// has passed, and does not wait for what else is out.
+func TestConsumeCreditOfWhatIsStale(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", quietly())
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 2)
+		cfg := worker(jetstream.ConsumerConfig{BackOff: []time.Duration{20 * time.Second, 4 * time.Second}})
+		cfg.MaxMessages = 3
+		c, err := NewConsumer(r.js, cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		var slow time.Time
+		var wg sync.WaitGroup
+		for m, err := range c.Messages(t.Context()) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			switch {
+			case m.Sequence() == 1 && m.NumDelivered() == 1:
+				if err := m.NakWithDelay(time.Second); err != nil {
+					t.Error(err)
+				}
+				continue
+			case m.Sequence() == 2:
+				slow = time.Now()
+				ack(t, m)
+				time.Sleep(2 * time.Second) // 1 comes again, with 4 seconds since its pull
+				r.publish("s.a", 3)
+				time.Sleep(1500 * time.Millisecond)
+				continue
+			}
+			got = append(got, fmt.Sprintf("%v: %d", time.Since(slow).Round(10*time.Millisecond), m.Sequence()))
+			if len(got) == 3 {
+				ack(t, m)
+				break
+			}
+			wg.Go(func() { time.Sleep(10 * time.Second); ack(t, m) })
+		}
+		if g, want := fmt.Sprint(got), "[3.5s: 3 3.5s: 4 4s: 5]"; g != want || c.Stats().Expired != 1 {
+			t.Errorf("got %s, want %s; %d expired", g, want, c.Stats().Expired)
+		}
+		wg.Wait()
+	})
+}

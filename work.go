@@ -414,7 +414,10 @@ func (w *work) tend(l *loop, now time.Time) time.Time {
 		w.forgot, w.lapsed, w.settled = true, 0, w.books.settled.Load()
 	case full && open > 0 && !w.oldest.IsZero():
 		if now.Before(late) {
-			return late
+			if late.Before(next) {
+				next = late
+			}
+			return next // what was not handed out may be due before
 		}
 		l.failed(fmt.Errorf("%d messages are not settled, the oldest since %v: nothing more is asked for", open, w.oldest.Format(time.RFC3339)))
 		w.forgot, w.settled = true, w.books.settled.Load()
