@@ -1497,3 +1497,64 @@ func TestConsumeCreditOfWhatIsStale(t *testing.T) {
 		wg.Wait()
 	})
 }
+
+// Progress goes on while the loop waits for an answer, while the body looks at
+// the error that ends it, and while an acknowledgement waits to be confirmed.
+func TestConsumeProgressInEveryState(t *testing.T) {
+	swallow := func(r *rig, match func(faultproxy.Frame) bool) {
+		r.srv.SetFilter(func(f faultproxy.Frame) faultproxy.Action {
+			if match(f) {
+				return faultproxy.Drop
+			}
+			return faultproxy.Pass
+		})
+		time.AfterFunc(4*time.Second, func() { r.srv.SetFilter(nil) })
+	}
+	for name, tc := range map[string]struct {
+		cfg  func(*ConsumeConfig)
+		harm func(*rig, context.CancelFunc)
+	}{
+		"request": {func(c *ConsumeConfig) { c.UntilEmpty = true }, func(r *rig, _ context.CancelFunc) {
+			swallow(r, func(f faultproxy.Frame) bool { return strings.Contains(f.Subject, "CONSUMER.INFO") })
+		}},
+		"error": {func(*ConsumeConfig) {}, func(_ *rig, cancel context.CancelFunc) { cancel() }},
+		"confirm": {func(c *ConsumeConfig) { c.ConfirmAcks, c.ConfirmTimeout = true, 10*time.Second }, func(r *rig, cancel context.CancelFunc) {
+			time.AfterFunc(14*time.Second, cancel)
+			time.AfterFunc(7900*time.Millisecond, func() {
+				swallow(r, func(f faultproxy.Frame) bool { return strings.HasPrefix(f.Subject, "$JS.ACK.") && f.Reply != "" })
+			})
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			testserver.InBubble(t, func(t *testing.T) {
+				r := newRig(t, "", quietly())
+				r.stream(jetstream.StreamConfig{})
+				r.publish("s.a", 3)
+				cfg := worker(jetstream.ConsumerConfig{AckWait: time.Second})
+				cfg.Progress = 400 * time.Millisecond
+				tc.cfg(&cfg)
+				ctx, cancel := context.WithCancel(t.Context())
+				defer cancel()
+				var wg sync.WaitGroup
+				n := 0
+				for m, err := range Consume(ctx, r.js, cfg) {
+					if err != nil {
+						wg.Wait()
+						break
+					}
+					if n++; m.NumDelivered() != 1 {
+						t.Errorf("sequence %d is delivered again", m.Sequence())
+					}
+					wg.Go(func() { time.Sleep(8 * time.Second); ack(t, m) })
+					if n == 3 {
+						tc.harm(r, cancel)
+					}
+				}
+				wg.Wait()
+				if ci := r.info("w"); ci.NumRedelivered != 0 || int(ci.Delivered.Consumer) != 3 {
+					t.Errorf("%d deliveries", ci.Delivered.Consumer)
+				}
+			})
+		})
+	}
+}

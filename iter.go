@@ -191,6 +191,7 @@ func (l *loop) run(yield func(Msg, error) bool) {
 			// A done context is looked at first: what was gathered is not
 			// yielded any more.
 			if l.ctx.Err() != nil || l.gather.flush(l) {
+				l.park(true) // the body may wait for its workers
 				yield(Msg{}, reason)
 			}
 			return

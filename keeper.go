@@ -9,14 +9,15 @@ import (
 // keeper keeps messages from expiring: those handed out and not settled, and
 // while a body runs those that wait behind it. It is the one goroutine that
 // looks into a loop's state, so that there is a lock: the loop holds it except
-// while it is parked or in the body. (A channel: in a synctest bubble time
-// stands still for whoever waits for a mutex.) Nothing is sent with the lock
-// held, because nats.go may block. All methods do nothing on nil.
+// while it is parked, waits for an answer or is in the body. (A channel: in a
+// synctest bubble time stands still for whoever waits for a mutex.) Nothing is
+// sent with the lock held, because nats.go may block. All methods do nothing on
+// nil.
 type keeper struct {
 	l       *loop
 	every   time.Duration
 	lock    chan struct{}
-	away    bool      // the lock is free: the loop is parked or in the body
+	away    bool      // the lock is free
 	began   time.Time // when the body began; zero: it does not run
 	halted  bool
 	stop    chan struct{}
@@ -76,7 +77,7 @@ func (k *keeper) halt() {
 	if k == nil {
 		return
 	}
-	if k.away { // a body that panicked
+	if k.away { // a body that panicked, or got the last error
 		k.take()
 	}
 	k.halted = true
@@ -120,7 +121,7 @@ func (k *keeper) round(now time.Time) (replies []string) {
 	}
 	w, in := k.l.work, &k.l.in
 	for _, c := range w.claims {
-		if c.state.Load() == claimOpen && now.Before(c.deadline()) && now.Sub(c.since) < progressCap {
+		if c.state.Load() <= claimSettling && now.Before(c.deadline()) && now.Sub(c.since) < progressCap {
 			replies = append(replies, c.reply)
 			c.extend(now.Add(c.wait))
 		}

@@ -109,7 +109,9 @@ func (l *loop) barrier(before error, subjects ...string) error {
 	start, seen := time.Now(), l.link.stats().InBytes
 	for {
 		ctx, cancel := context.WithTimeout(l.ctx, l.patience)
+		l.park(true)
 		err := l.link.barrier(ctx)
+		l.park(false)
 		cancel()
 		switch {
 		case err == nil:
@@ -147,29 +149,41 @@ func (l *loop) await(reply string, deadline time.Time) (*nats.Msg, error) {
 	}
 	for {
 		l.arm(deadline)
+		var m *nats.Msg
+		event := nats.Status(-1)
+		fired := false
+		l.park(true)
 		select {
-		case m := <-l.in.ch:
+		case m = <-l.in.ch:
+		case event = <-l.link.events:
+		case <-l.timer.C:
+			fired = true
+		case <-l.done:
+		}
+		l.park(false)
+		switch {
+		case m != nil:
 			if m.Subject == reply && m.Reply == "" {
 				return m, nil
 			}
 			if !l.swept(m) {
 				l.in.back = append(l.in.back, m)
 			}
-		case s := <-l.link.events:
-			l.event(s)
+		case event >= 0:
+			l.event(event)
 			if l.closed {
 				return nil, nats.ErrConnectionClosed
 			}
 			if !l.up || l.moved {
 				return nil, errNotYet
 			}
-		case <-l.timer.C:
+		case fired:
 			l.armed = time.Time{}
 			if !time.Now().Before(deadline) {
 				l.patience = min(2*l.patience, maxRequestTimeout)
 				return nil, errNoAnswer
 			}
-		case <-l.done:
+		default:
 			return nil, l.ctx.Err()
 		}
 	}
