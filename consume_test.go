@@ -1558,3 +1558,92 @@ func TestConsumeProgressInEveryState(t *testing.T) {
 		})
 	}
 }
+
+// What waited behind a body while the connection was gone, for longer than
+// AckWait, is another loop's: Progress must not keep it, nor is it handed out.
+func TestConsumeProgressKeepsOnlyItsOwn(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", quietly())
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 30)
+		js, err := jetstream.New(testserver.Connect(t, "", nats.InProcessServer(around{r.srv})))
+		if err != nil {
+			t.Fatal(err)
+		}
+		cfg := worker(jetstream.ConsumerConfig{AckWait: time.Second})
+		cfg.Progress = 400 * time.Millisecond
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		var mu sync.Mutex
+		got := map[uint64]int{}
+		count := func(m Msg) int {
+			mu.Lock()
+			defer mu.Unlock()
+			got[m.Sequence()]++
+			return len(got)
+		}
+		var wg sync.WaitGroup
+		defer wg.Wait()
+		other := func() {
+			for m, err := range Consume(ctx, js, cfg) {
+				if err != nil {
+					return
+				}
+				count(m)
+				wg.Go(func() { time.Sleep(5 * time.Second); ack(t, m) })
+			}
+		}
+		_ = consume(t, r, ctx, cfg, func(m Msg) bool {
+			n := count(m)
+			ack(t, m)
+			if n == 20 {
+				if r.nc.Flush() != nil || r.info("w").NumAckPending < 2 {
+					t.Error("nothing waits: this test tests nothing")
+				}
+				r.srv.Cut()
+				time.Sleep(3 * time.Second)
+				wg.Go(other)
+				time.Sleep(time.Second)
+				r.srv.Restore()
+				waitConnected(r.nc, 1)
+				time.Sleep(1500 * time.Millisecond)
+			}
+			return true
+		})
+		for seq := uint64(1); seq <= 30; seq++ {
+			if got[seq] != 1 {
+				t.Errorf("sequence %d was handed out %d times", seq, got[seq])
+			}
+		}
+	})
+}
+
+// What arrives while a body runs, through a pull that is older than AckWait, is
+// kept as well.
+func TestConsumeProgressKeepsWhatComesLate(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "")
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 1)
+		cfg := worker(jetstream.ConsumerConfig{AckWait: time.Second})
+		cfg.Progress = 400 * time.Millisecond
+		n := 0
+		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool {
+			if n++; n == 1 {
+				time.Sleep(3 * time.Second)
+				r.publish("s.a", 3)
+				synctest.Wait()
+				if out := r.info("w").NumAckPending; out < 2 {
+					t.Errorf("%d out, none waits: this test tests nothing", out)
+				}
+				time.Sleep(3 * time.Second)
+			}
+			return ack(t, m) && n < 4
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if ci := r.info("w"); ci.Delivered.Consumer != 4 {
+			t.Errorf("%d deliveries", ci.Delivered.Consumer)
+		}
+	})
+}

@@ -69,14 +69,19 @@ func (l *loop) message(m *nats.Msg) directive {
 	if l.work == nil {
 		return d
 	}
-	// It was sent after its pull, and after the inbox was last found empty but
-	// for the way it took.
 	l.pos.pending = a.Pending
+	return l.work.receive(d.msg, l.sentAfter(s))
+}
+
+// sentAfter returns the earliest moment at which a message that came through
+// slot s can have been sent: after its pull, and after the inbox was last found
+// empty but for the way it took.
+func (l *loop) sentAfter(s *slot) time.Time {
 	base := l.empty.Add(-l.pace.trip)
 	if s != nil && s.sent.After(base) {
 		base = s.sent
 	}
-	return l.work.receive(d.msg, base)
+	return base
 }
 
 // first measures the round trip of a pull that was sent with messages known to

@@ -23,11 +23,12 @@ type keeper struct {
 	stop    chan struct{}
 	done    chan struct{}
 	longer  map[*nats.Msg]time.Time // since when AckWait counts for what waits
+	looked  time.Time               // when the channel was last emptied here
 	started bool
 }
 
 func newKeeper(l *loop) *keeper {
-	k := &keeper{l: l, lock: make(chan struct{}, 1), stop: make(chan struct{}), done: make(chan struct{}), longer: map[*nats.Msg]time.Time{}}
+	k := &keeper{l: l, lock: make(chan struct{}, 1), stop: make(chan struct{}), done: make(chan struct{})}
 	k.lock <- struct{}{}
 	return k
 }
@@ -102,18 +103,17 @@ func (k *keeper) run() {
 			return
 		case <-tick.C:
 		}
-		if k.l.link.status() != nats.CONNECTED {
-			continue // it would be sent when it is too late
-		}
-		for _, reply := range k.round(time.Now()) {
+		up := k.l.link.status() == nats.CONNECTED // else it would be sent when it is too late
+		for _, reply := range k.round(time.Now(), up) {
 			_ = k.l.link.publish(reply, "", ackProgress)
 		}
 	}
 }
 
 // round returns the reply subjects of what is to be kept, and moves the
-// deadlines.
-func (k *keeper) round(now time.Time) (replies []string) {
+// deadlines. What is past its deadline is not kept: the server may have given it
+// to another loop, whose AckWait it would extend.
+func (k *keeper) round(now time.Time, up bool) (replies []string) {
 	k.lock <- struct{}{}
 	defer func() { <-k.lock }()
 	if k.halted {
@@ -121,7 +121,7 @@ func (k *keeper) round(now time.Time) (replies []string) {
 	}
 	w, in := k.l.work, &k.l.in
 	for _, c := range w.claims {
-		if c.state.Load() <= claimSettling && now.Before(c.deadline()) && now.Sub(c.since) < progressCap {
+		if up && c.state.Load() <= claimSettling && now.Before(c.deadline()) && now.Sub(c.since) < progressCap {
 			replies = append(replies, c.reply)
 			c.extend(now.Add(c.wait))
 		}
@@ -130,12 +130,25 @@ func (k *keeper) round(now time.Time) (replies []string) {
 		return replies
 	}
 	in.collect()
+	longer := make(map[*nats.Msg]time.Time, in.waiting())
 	for _, m := range in.back[in.head:] {
-		if m.Reply != "" {
-			replies = append(replies, m.Reply)
-			k.longer[m] = now
+		if m.Reply == "" {
+			continue
 		}
+		since, ok := k.longer[m]
+		if !ok {
+			since = k.l.sentAfter(in.slotOf(m))
+			if t := k.looked.Add(-k.l.pace.trip); t.After(since) {
+				since = t
+			}
+		}
+		if up && now.Sub(since) < w.least {
+			replies = append(replies, m.Reply)
+			since = now
+		}
+		longer[m] = since
 	}
+	k.longer, k.looked = longer, now
 	return replies
 }
 
