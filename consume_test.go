@@ -1647,3 +1647,39 @@ func TestConsumeProgressKeepsWhatComesLate(t *testing.T) {
 		}
 	})
 }
+
+// Several loops end when it is empty, also where one that was told of a message
+// that another one got has no room for a second pull.
+func TestConsumeUntilEmptyShared(t *testing.T) {
+	for _, c := range []struct{ most, waiting, deliver int }{{1, 0, 0}, {0, 1, 0}, {0, 0, 1}, {0, 0, 0}} {
+		t.Run(fmt.Sprintf("MaxMessages %d, MaxWaiting %d, MaxDeliver %d", c.most, c.waiting, c.deliver), func(t *testing.T) {
+			testserver.InBubble(t, func(t *testing.T) {
+				r := newRig(t, "", quietly())
+				r.stream(jetstream.StreamConfig{})
+				r.publish("s.a", 21)
+				cfg := worker(jetstream.ConsumerConfig{MaxWaiting: c.waiting, MaxDeliver: c.deliver})
+				cfg.UntilEmpty, cfg.MaxMessages = true, c.most
+				ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+				defer cancel()
+				var n atomic.Int64
+				var wg sync.WaitGroup
+				start := time.Now()
+				for range 2 {
+					wg.Go(func() {
+						if err := consume(t, r, ctx, cfg, func(m Msg) bool {
+							n.Add(1)
+							time.Sleep(100 * time.Millisecond)
+							return ack(t, m)
+						}); err != nil {
+							t.Error(err)
+						}
+					})
+				}
+				wg.Wait()
+				if d := time.Since(start); n.Load() != 21 || d > 5*time.Second {
+					t.Errorf("%d messages in %v", n.Load(), d)
+				}
+			})
+		})
+	}
+}
