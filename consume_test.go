@@ -1517,6 +1517,10 @@ func TestConsumeProgressInEveryState(t *testing.T) {
 		"request": {func(c *ConsumeConfig) { c.UntilEmpty = true }, func(r *rig, _ context.CancelFunc) {
 			swallow(r, func(f faultproxy.Frame) bool { return strings.Contains(f.Subject, "CONSUMER.INFO") })
 		}},
+		"barrier": {func(c *ConsumeConfig) { c.UntilEmpty = true }, func(r *rig, _ context.CancelFunc) {
+			r.srv.Mute(faultproxy.ToClient)
+			time.AfterFunc(4*time.Second, func() { r.srv.Unmute(faultproxy.ToClient) })
+		}},
 		"error": {func(*ConsumeConfig) {}, func(_ *rig, cancel context.CancelFunc) { cancel() }},
 		"confirm": {func(c *ConsumeConfig) { c.ConfirmAcks, c.ConfirmTimeout = true, 10*time.Second }, func(r *rig, cancel context.CancelFunc) {
 			time.AfterFunc(14*time.Second, cancel)
