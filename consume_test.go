@@ -1226,6 +1226,9 @@ func TestConsumeUntilEmptyKeepsAttempts(t *testing.T) {
 			if n > 1 {
 				t.Errorf("a pull of %d", n)
 			}
+			if out := r.info("w").NumWaiting; out > 1 {
+				t.Errorf("%d pulls at once", out)
+			}
 		}}
 		n := 0
 		if err := consume(t, r, t.Context(), cfg, func(m Msg) bool { n++; return ack(t, m) }); err != nil || n != 100 {
