@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
@@ -269,6 +270,7 @@ func TestBatchesOfAConsumer(t *testing.T) {
 		if g, want := fmt.Sprint(got), "[0s: 10 0s: 10 5s: 5 7s: 4]"; g != want {
 			t.Errorf("got %s, want %s", g, want)
 		}
+		synctest.Wait() // the server takes acks in a goroutine of its own
 		if ci := r.info("w"); ci.NumAckPending != 0 {
 			t.Errorf("%d pending", ci.NumAckPending)
 		}
