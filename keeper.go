@@ -121,7 +121,11 @@ func (k *keeper) round(now time.Time, up bool) (replies []string) {
 	}
 	w, in := k.l.work, &k.l.in
 	for _, c := range w.claims {
-		if up && c.state.Load() <= claimSettling && now.Before(c.deadline()) && now.Sub(c.since) < progressCap {
+		state := c.state.Load()
+		// One that is being settled waits for its confirmation. Without that a
+		// Nak may be on its way, and progress behind it would undo its delay.
+		kept := state == claimOpen || (state == claimSettling && w.books.confirm > 0)
+		if up && kept && now.Before(c.deadline()) && now.Sub(c.since) < progressCap {
 			replies = append(replies, c.reply)
 			c.extend(now.Add(c.wait))
 		}
