@@ -50,7 +50,7 @@ func (l *loop) message(m *nats.Msg) directive {
 	}
 	l.pace.saw(size)
 	l.early, l.confirms, l.doubt, l.asleep, l.list.beats = 0, 0, 0, 0, 0
-	l.oversize, l.alive, l.unsure, l.recheck = false, true, false, recheck{}
+	l.oversize, l.alive, l.unsure, l.recheck.at = false, true, false, time.Time{}
 	if l.work == nil {
 		k, reason := l.pos.receive(a)
 		if l.list.active {
@@ -133,7 +133,7 @@ func (l *loop) status(m *nats.Msg) directive {
 		}
 		k, reason := l.pos.heard(consumer, stream)
 		if k == skip {
-			l.alive, l.unsure, l.recheck = true, false, recheck{}
+			l.alive, l.unsure, l.recheck.at = true, false, time.Time{}
 			l.idleUntil()
 			if l.list.stalled(s, l.pos.reached(l.target)) {
 				return directive{kind: restart, reason: errHole}
