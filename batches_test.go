@@ -369,6 +369,7 @@ func TestBatchesOfAConsumerMadeAgain(t *testing.T) {
 		r.publish("s.a", 5)
 		cfg := worker(jetstream.ConsumerConfig{})
 		cfg.OnDeleted = DeletedRecreate
+		cfg.Tuning.MaxAttempts = 1
 		c, err := NewConsumer(r.js, cfg)
 		if err != nil {
 			t.Fatal(err)

@@ -545,7 +545,7 @@ func (l *loop) subscribe(reason error) error {
 			return l.errorf(err)
 		case first && l.attempt >= firstAttempts:
 			return l.errorf(err)
-		case !first && l.tuning.MaxAttempts > 0 && l.attempt >= l.tuning.MaxAttempts:
+		case !first && l.tuning.MaxAttempts > 0 && l.attempt >= l.tuning.MaxAttempts && !errors.Is(err, errMissing): // which ends by itself
 			return l.errorf(err)
 		}
 		if l.deaf > 1 {
