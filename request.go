@@ -508,10 +508,17 @@ func (l *loop) subscribe(reason error) error {
 		// the connection goes with it, the next one is the moment.
 		shutdown, l.attempt = true, max(l.attempt, 2)
 	}
+	// The server tells of a deletion before the files are gone. A consumer of that
+	// name that is made at once takes over what was delivered and not acknowledged,
+	// and delivers it only after AckWait.
+	told := l.work != nil && l.work.cfg.OnDeleted == DeletedRecreate && errors.Is(reason, jetstream.ErrConsumerDeleted)
 	missing := time.Time{} // when the stream was first found missing
 	for {
 		l.attempt++
 		delay := l.backoff(first)
+		if told {
+			delay, told = max(delay, l.jitter(100*time.Millisecond)), false
+		}
 		if !first || l.attempt > 1 {
 			err := l.errorf(reason)
 			l.failed(reason)

@@ -173,17 +173,13 @@ func (w *work) makeAgain(l *loop) (*jetstream.ConsumerInfo, error) {
 	cc := w.cfg.Consumer
 	if w.met {
 		switch {
-		case w.missing.IsZero():
-			// A server that starts up may not know it yet. And one that deletes it
-			// says so before its files are gone: a consumer of that name that is
-			// made at once takes over what was delivered and not acknowledged, and
-			// delivers it only after AckWait.
-			w.missing = time.Now()
-			return nil, errMissing
 		case w.cfg.OnDeleted == DeletedRecreate:
 			// The start is known by now, whatever the configuration said.
 			cc.DeliverPolicy = jetstream.DeliverByStartSequencePolicy
 			cc.OptStartSeq, cc.OptStartTime = w.acknowledged()+1, nil
+		case w.missing.IsZero():
+			w.missing = time.Now() // a server that starts up may not know it yet
+			return nil, errMissing
 		case time.Since(w.missing) < missingFor:
 			return nil, errMissing
 		default:
