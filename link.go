@@ -45,7 +45,7 @@ func newLink(nc *nats.Conn) *link {
 		// bounds the channel is the credit.
 		subscribe:   nc.ChanSubscribe,
 		unsubscribe: func(s *nats.Subscription) { _ = s.Unsubscribe() },
-		drain:       func(s *nats.Subscription) { _ = s.Drain() },
+		drain:       func(s *nats.Subscription) { drainSub(nc, s) },
 		publish: func(subject, reply string, data []byte) error {
 			if reply == "" {
 				return nc.Publish(subject, data)
@@ -169,4 +169,18 @@ func (l *loop) move() error {
 		l.notBefore = at
 	}
 	return nil
+}
+
+// drainSub drains, or unsubscribes where the connection is not up. Drained while
+// nats.go reconnects, a subscription is made again on the new connection and
+// then forgotten without an UNSUB (nats.go:5628, 6186): the server would go on
+// delivering to it.
+func drainSub(nc *nats.Conn, s *nats.Subscription) {
+	before := nc.Stats().Reconnects
+	if nc.IsConnected() {
+		_ = s.Drain()
+	}
+	if !nc.IsConnected() || nc.Stats().Reconnects != before {
+		_ = s.Unsubscribe()
+	}
 }
