@@ -26,5 +26,4 @@ func (k kind) String() string {
 type directive struct {
 	kind   kind
 	reason error // restart and fail: why; pullOver: why, where it is not routine
-	msg    Msg   // deliver
 }

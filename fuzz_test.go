@@ -158,12 +158,13 @@ func FuzzInterpret(f *testing.F) {
 				}
 			}
 			before := l.pos
-			d := l.interpret(m)
+			var msg Msg
+			d := l.interpret(m, &msg)
 			l.in.verify(l.maxMessages, l.maxBytes)
 			switch d.kind {
 			case deliver:
-				if d.msg.seq <= before.at || d.msg.cseq != before.cseq+1 {
-					t.Fatalf("yields sequence %d (consumer %d) at %+v", d.msg.seq, d.msg.cseq, before)
+				if msg.seq <= before.at || msg.cseq != before.cseq+1 {
+					t.Fatalf("yields sequence %d (consumer %d) at %+v", msg.seq, msg.cseq, before)
 				}
 				if m.Reply == "" || !strings.HasPrefix(m.Reply, wire.AckPrefix) {
 					t.Fatalf("yields a message with the reply subject %q", m.Reply)
@@ -171,10 +172,10 @@ func FuzzInterpret(f *testing.F) {
 				if n := strings.Count(m.Reply, ".") + 1; n != 9 && n < 11 {
 					t.Fatalf("yields a message whose ack reply has %d tokens", n)
 				}
-				if d.msg.m != m {
+				if msg.m != m {
 					t.Fatal("yields another message")
 				}
-				l.yielded(&d.msg)
+				l.yielded(&msg)
 			case skip, pullOver:
 				if d.kind == skip && d.reason != nil {
 					t.Fatalf("skips with the reason %v", d.reason)

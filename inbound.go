@@ -13,14 +13,14 @@ import (
 // its reply subject, never by the Status header: a user's message may carry
 // such a header, and the server strips it only from the first line
 // (client.go:4657).
-func (l *loop) interpret(m *nats.Msg) directive {
+func (l *loop) interpret(m *nats.Msg, into *Msg) directive {
 	if m.Reply != "" {
-		return l.message(m)
+		return l.message(m, into)
 	}
 	return l.status(m)
 }
 
-func (l *loop) message(m *nats.Msg) directive {
+func (l *loop) message(m *nats.Msg, into *Msg) directive {
 	tail, ok := "", false
 	if n := len(l.ack); n > 0 && len(m.Reply) > n && m.Reply[:n] == l.ack {
 		tail, ok = m.Reply[n:], true
@@ -60,17 +60,17 @@ func (l *loop) message(m *nats.Msg) directive {
 			return directive{kind: k, reason: reason}
 		}
 	}
-	d := directive{kind: deliver, msg: Msg{
+	*into = Msg{
 		m: m, gen: l.gen,
 		seq: a.Stream, cseq: a.Consumer,
 		pending: a.Pending, stored: a.Time,
 		delivered: uint32(min(a.Delivered, 1<<32-1)),
-	}}
+	}
 	if l.work == nil {
-		return d
+		return directive{kind: deliver}
 	}
 	l.pos.pending = a.Pending
-	return l.work.receive(d.msg, l.sentAfter(s))
+	return l.work.receive(into, l.sentAfter(s))
 }
 
 // sentAfter returns the earliest moment at which a message that came through

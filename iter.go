@@ -77,7 +77,8 @@ type loop struct {
 	over    bool // a message past the end was seen
 
 	pace        pacer
-	low         int // ask again when this few are outstanding
+	low         int  // ask again when this few are outstanding
+	crowd       bool // on this connection one pull at a time is enough
 	oversize    bool
 	line        place     // in the budget's line
 	notBefore   time.Time // no pull before
@@ -210,6 +211,7 @@ func (r *rebuild) Error() string { return r.reason.Error() }
 // drain reads one generation of the consumer. It returns nil when the body
 // left, a *rebuild for a new generation and anything else for the end.
 func (l *loop) drain(yield func(Msg, error) bool) error {
+	var msg Msg // the one in hand
 	for {
 		select {
 		case <-l.done:
@@ -242,9 +244,10 @@ func (l *loop) drain(yield func(Msg, error) bool) error {
 		}
 		var d directive
 		if m := l.in.take(); m != nil {
-			d = l.interpret(m)
+			d = l.interpret(m, &msg)
 		} else {
-			d = l.wait()
+			msg = Msg{} // not kept while nothing comes
+			d = l.wait(&msg)
 		}
 		switch d.kind {
 		case skip:
@@ -257,7 +260,7 @@ func (l *loop) drain(yield func(Msg, error) bool) error {
 		case fail:
 			return l.errorf(d.reason)
 		case deliver:
-			if l.past(&d.msg) {
+			if l.past(&msg) {
 				l.over = true
 				continue
 			}
@@ -285,13 +288,13 @@ func (l *loop) drain(yield func(Msg, error) bool) error {
 				return newDoneError(l.ctx, l.where)
 			default:
 			}
-			l.yielded(&d.msg)
-			if l.recipe.wants != nil && !l.recipe.wants(d.msg) {
+			l.yielded(&msg)
+			if l.recipe.wants != nil && !l.recipe.wants(msg) {
 				l.handled++
 				continue
 			}
 			if l.gather != nil {
-				if !l.gather.add(l, d.msg) {
+				if !l.gather.add(l, msg) {
 					return nil
 				}
 				l.handled++
@@ -306,14 +309,14 @@ func (l *loop) drain(yield func(Msg, error) bool) error {
 			if l.lis.Handled != nil {
 				start = time.Now()
 			}
-			if !yield(d.msg, nil) {
+			if !yield(msg, nil) {
 				return nil
 			}
 			if l.work != nil {
 				l.work.keeper.body(false)
 			}
 			if l.lis.Handled != nil {
-				l.lis.Handled(d.msg.seq, d.msg.Subject(), time.Since(start))
+				l.lis.Handled(msg.seq, msg.Subject(), time.Since(start))
 			}
 			l.handled++
 			l.quiet = time.Time{}
@@ -447,7 +450,7 @@ func (l *loop) errorf(reason error) error {
 // wait is the loop with nothing to read: it judges silence, asks, and parks
 // until something happens. Time spent in the body is not silence: the clock
 // starts when the loop first finds the inbox empty.
-func (l *loop) wait() directive {
+func (l *loop) wait(into *Msg) directive {
 	now := time.Now()
 	if l.quiet.IsZero() {
 		l.quiet = now
@@ -505,12 +508,16 @@ func (l *loop) wait() directive {
 	l.arm(due)
 	var d directive
 	var m *nats.Msg
+	var turn <-chan struct{}
+	if l.line.need > 0 {
+		turn = l.share.doorbell()
+	}
 	event := nats.Status(-1)
 	l.park(true)
 	select {
 	case m = <-l.in.ch:
 	case event = <-l.link.events:
-	case <-l.share.doorbell():
+	case <-turn:
 	case <-l.bell:
 	case <-l.timer.C:
 		l.armed = time.Time{}
@@ -522,7 +529,7 @@ func (l *loop) wait() directive {
 		if l.work != nil {
 			l.empty = time.Now() // up to this message
 		}
-		d = l.interpret(m)
+		d = l.interpret(m, into)
 	case event >= 0:
 		l.event(event)
 	}
@@ -552,6 +559,10 @@ func (l *loop) fold(now time.Time) {
 	}
 	l.stretch = now
 }
+
+// aside leaves the time since start out of the body's: the loop waited for an
+// answer in the middle of a stretch.
+func (l *loop) aside(start time.Time) { l.stretch = l.stretch.Add(time.Since(start)) }
 
 // post brings the board up to date.
 func (l *loop) post() {

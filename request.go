@@ -107,6 +107,7 @@ func (l *loop) request(subject string, body []byte) (*nats.Msg, error) {
 // arrives.
 func (l *loop) barrier(before error, subjects ...string) error {
 	start, seen := time.Now(), l.link.stats().InBytes
+	defer l.aside(start)
 	for {
 		ctx, cancel := context.WithTimeout(l.ctx, l.patience)
 		l.park(true)
@@ -141,6 +142,7 @@ const writeDeadline = 10 * time.Second
 // await reads until the frame with this subject comes, and puts the others
 // aside.
 func (l *loop) await(reply string, deadline time.Time) (*nats.Msg, error) {
+	defer l.aside(time.Now())
 	for i := l.in.head; i < len(l.in.back); i++ {
 		if m := l.in.back[i]; m.Subject == reply && m.Reply == "" {
 			l.in.back = append(l.in.back[:i], l.in.back[i+1:]...)

@@ -283,7 +283,7 @@ func (w *work) ahead() bool {
 
 // receive makes a claim of a message and judges whether there is still time for
 // it. base is the earliest moment at which it can have been sent.
-func (w *work) receive(msg Msg, base time.Time) directive {
+func (w *work) receive(msg *Msg, base time.Time) directive {
 	now := time.Now()
 	if len(w.slab) == 0 {
 		w.slab = make([]claim, 32) // one allocation for 32 messages
@@ -302,7 +302,7 @@ func (w *work) receive(msg Msg, base time.Time) directive {
 		w.crowd = 2*len(w.claims) + 1024
 	}
 	w.claims = append(w.claims, c)
-	w.note(&msg)
+	w.note(msg)
 	last := w.attempts > 0 && msg.NumDelivered() >= w.attempts
 	if left := base.Add(c.wait).Sub(now); !last && left < min(max(w.body, c.wait/4), c.wait/2) {
 		// The server is about to take it back. The claim stays until then.
@@ -311,8 +311,8 @@ func (w *work) receive(msg Msg, base time.Time) directive {
 		return directive{kind: skip}
 	}
 	msg.claim = c
-	w.hand = append(w.hand, msg)
-	return directive{kind: deliver, msg: msg}
+	w.hand = append(w.hand, *msg)
+	return directive{kind: deliver}
 }
 
 // note keeps account of what a new consumer would have to deliver again.
@@ -515,9 +515,10 @@ func (l *loop) handBack() {
 		defer cancel()
 		return l.link.barrier(ctx) == nil
 	}
+	var unseen Msg
 	read := func() {
 		for m := l.in.take(); m != nil; m = l.in.take() {
-			l.interpret(m)
+			l.interpret(m, &unseen)
 		}
 	}
 	if !barrier() {
@@ -543,7 +544,7 @@ func (l *loop) handBack() {
 		timer.Reset(until.Sub(now))
 		select {
 		case m := <-l.in.ch:
-			l.interpret(m)
+			l.interpret(m, &unseen)
 		case s := <-l.link.events:
 			if s != nats.CONNECTED {
 				return

@@ -68,14 +68,21 @@ func ParseAck(tail string) (a Ack, more, ok bool) {
 	for f := range n {
 		start := i
 		var v uint64
-		for ; i < len(tail) && tail[i] != '.'; i++ {
+		for ; i < len(tail); i++ {
 			d := tail[i] - '0'
 			if d > 9 {
-				return Ack{}, false, false
+				break
 			}
 			v = v*10 + uint64(d)
 		}
-		if i == start || (i == len(tail) && f < len(n)-1) {
+		switch {
+		case i == start:
+			return Ack{}, false, false
+		case i == len(tail):
+			if f < len(n)-1 {
+				return Ack{}, false, false
+			}
+		case tail[i] != '.':
 			return Ack{}, false, false
 		}
 		if i-start > 19 { // may not fit; 19 digits always do
