@@ -32,6 +32,10 @@ const (
 	// What it always makes sense to hold.
 	budgetUseful = 256 << 10
 
+	// With more loops than this that would hold more than their part, the pause
+	// that one makes is filled by the others.
+	budgetCrowd = 64
+
 	rateWindow = 20 * time.Millisecond
 	rateBytes  = 256 << 10
 	rateQuiet  = time.Second // a window closes then, whatever has arrived
@@ -375,6 +379,22 @@ func (s *share) useful(want int, lookAhead time.Duration) int {
 	n := b.rate.worth(lookAhead, budgetFloor, b.ceiling)
 	s.setHungry(want > n/max(b.active, 1))
 	return max(n/max(b.hungry, 1), budgetUseful)
+}
+
+// crowded reports whether so many loops would hold more than their part that one
+// pull at a time is enough for each.
+func (s *share) crowded() bool {
+	s.b.mu.Lock()
+	defer s.b.mu.Unlock()
+	return s.b.hungry > budgetCrowd
+}
+
+// part is the most that claim may grant: the minimum share and what the loop
+// gets of the pool among the active ones.
+func (s *share) part() int {
+	s.b.mu.Lock()
+	defer s.b.mu.Unlock()
+	return s.b.least + s.b.pool()/max(s.b.active, 1)
 }
 
 // roundTrip adds a measured round trip and returns the one to go by, which is

@@ -233,6 +233,45 @@ func TestUseful(t *testing.T) {
 	budgetWant(t, "nothing known", s.useful(64*miB, ahead), 64*miB)
 }
 
+// It is a crowd when many want more than their part, not when many are there.
+func TestCrowd(t *testing.T) {
+	all := joinFast(t, new(nats.Conn), 32*miB, budgetCrowd+10)
+	const ahead = 10 * time.Millisecond
+	for _, s := range all {
+		s.claim(1, 1, false)
+	}
+	for i, s := range all[:budgetCrowd] {
+		if s.useful(64*miB, ahead); s.crowded() {
+			t.Fatalf("%d want much, %d are there: no crowd", i+1, len(all))
+		}
+	}
+	all[budgetCrowd].useful(64*miB, ahead)
+	if !all[0].crowded() {
+		t.Errorf("%d want much: a crowd", budgetCrowd+1)
+	}
+	all[3].useful(kiB, ahead)
+	if all[0].crowded() {
+		t.Error("one of them wants little now: no crowd")
+	}
+}
+
+// What part says is what claim gives.
+func TestPart(t *testing.T) {
+	all := joinFast(t, new(nats.Conn), 32*miB, 1000)
+	for _, s := range all {
+		s.claim(1, 1, false)
+	}
+	s := all[7]
+	s.giveBack(s.held())
+	part := s.part()
+	if want := budgetShare + (32*miB-1000*budgetShare)/1000; part != want {
+		t.Errorf("part %d, want %d", part, want)
+	}
+	if got := s.claim(miB, 1, false); got != part {
+		t.Errorf("claim gives %d, part says %d", got, part)
+	}
+}
+
 // The least round trip of the last 15 to 30 s counts, of whichever loop.
 func TestLeastTrip(t *testing.T) {
 	const ms = time.Millisecond

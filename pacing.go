@@ -26,7 +26,8 @@ type pacer struct {
 	fixed  time.Duration // Tuning.LookAhead; 0: measured from the round trip
 	most   time.Duration // the look-ahead is at most this; 0: no bound
 	start  int           // the credit to begin with
-	asked  bool          // the start credit was used
+	used   bool          // a pull was sent with this credit
+	target int           // the credit that the body could use
 	credit int           // messages that may be asked for and not yet handed to the body
 	body   average       // nanoseconds per message
 	size   average       // bytes per message
@@ -87,16 +88,16 @@ func (p *pacer) saw(size int) {
 // doubling and only while more is pending on the server than that: a reader
 // that follows a quiet stream needs no room for thousands.
 func (p *pacer) adjust(pending uint64) int {
-	target := p.limit
+	p.target = p.limit
 	if p.body.known && p.body.value > 0 {
-		target = min(target, max(1, int(float64(p.lookAhead())/p.body.value)))
+		p.target = min(p.target, max(1, int(float64(p.lookAhead())/p.body.value)))
 	}
 	most := p.credit
-	if pending > uint64(most) && p.asked {
+	if pending > uint64(most) && p.used {
 		most *= 2
+		p.used = false
 	}
-	p.asked = true
-	p.credit = max(1, min(target, max(most, min(p.start, p.limit))))
+	p.credit = max(1, min(p.target, max(most, min(p.start, p.limit))))
 	// The largest message counts for a while, not for ever.
 	p.large -= (p.large - p.meanSize()) / 16
 	return p.credit
@@ -109,9 +110,34 @@ func (p *pacer) meanSize() int {
 	return int(p.size.value)
 }
 
+// askAt is with how many messages owed more is asked for: when what is owed
+// lasts for an eighth of the look-ahead and a round trip, and in front of a
+// quick body when half is used up. Always at half would be nearly twice as many
+// pulls, and the answer to each wakes the process in the middle of a body that
+// sleeps: the runtime rounds what is left of the sleep up to a millisecond.
+func (p *pacer) askAt(owed int) int {
+	half := min(p.credit, owed) / 2
+	if !p.body.known || p.body.value <= 0 {
+		return half
+	}
+	return int(min(float64(half), float64(p.lookAhead()/8+p.trip)/p.body.value))
+}
+
 // bytesFor is the byte bound that a pull of n messages is likely to fit in: the
-// mean with half as much again, and one of the largest.
+// mean with half as much again, and no more than if all were like the largest,
+// and one of the largest.
 func (p *pacer) bytesFor(n int) int {
 	mean := p.meanSize()
-	return n*(mean+mean/2) + max(p.large, mean)
+	each := mean + mean/2
+	if p.size.known {
+		each = min(each, max(p.large, mean))
+	}
+	return n*each + max(p.large, mean)
 }
+
+// leap moves the credit to what the body can use, and at most to n.
+func (p *pacer) leap(n int) { p.credit = max(p.credit, min(p.target, n)) }
+
+// granted notes that byte bounds allow n messages, where more were wanted: the
+// credit grows from there. Left as it was it would only make the channel large.
+func (p *pacer) granted(n int) { p.credit = min(p.credit, n) }

@@ -1,10 +1,14 @@
 package paced
 
 import (
+	"context"
 	"math/rand/v2"
 	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
+
+	"github.com/nats-io/nats.go"
 
 	"github.com/pacedgo/paced/internal/wire"
 )
@@ -16,6 +20,7 @@ const plenty = 1 << 30 // messages pending on the server
 func (p *pacer) work(n int, pending uint64, size int, per func(i int) time.Duration) {
 	for i := 0; i < n; {
 		credit := p.adjust(pending)
+		p.used = true
 		stretch := min(max(1, credit-credit/2), n-i)
 		spent := time.Duration(0)
 		for range stretch {
@@ -102,6 +107,7 @@ func TestCreditStartsSmallAndDoubles(t *testing.T) {
 	var got []int
 	for range 9 {
 		got = append(got, p.adjust(plenty))
+		p.used = true
 		p.handled(10, 40*time.Microsecond, 1280)
 	}
 	if want := []int{64, 128, 256, 512, 1024, 2048, 4096, 5000, 5000}; !slices.Equal(got, want) {
@@ -115,6 +121,7 @@ func TestCreditStartsSmallAndDoubles(t *testing.T) {
 			if p.handled(1, time.Microsecond, 128); p.adjust(pending) != 64 {
 				t.Fatalf("%d pending: credit %d, want 64", pending, p.credit)
 			}
+			p.used = true
 		}
 	}
 	if p.adjust(65) != 128 {
@@ -123,6 +130,83 @@ func TestCreditStartsSmallAndDoubles(t *testing.T) {
 	// And it does not shrink only because less is pending.
 	if p.adjust(0) != 128 {
 		t.Errorf("nothing pending: credit %d, want 128", p.credit)
+	}
+}
+
+// Only a pull that was sent makes the next one larger: trying again and again
+// while there is no room for one does not.
+func TestCreditGrowsWithPullsNotWithTries(t *testing.T) {
+	p := newPacer(5000, startCredit, 0)
+	p.handled(10, 40*time.Microsecond, 1280)
+	for range 1000 {
+		if p.adjust(plenty) != 64 {
+			t.Fatalf("credit %d, and no pull was sent", p.credit)
+		}
+	}
+	p.used = true
+	for range 1000 {
+		if p.adjust(plenty) != 128 {
+			t.Fatalf("credit %d after one pull", p.credit)
+		}
+	}
+}
+
+// With a larger channel the credit goes at once to what the body can use; where
+// byte bounds allow less it goes on from there.
+func TestCreditLeapsAndIsCut(t *testing.T) {
+	p := newPacer(5000, startCredit, 0)
+	p.handled(10, 80*time.Microsecond, 1280)
+	p.adjust(plenty)
+	p.leap(100_000)
+	if p.credit != 2500 {
+		t.Errorf("leaps to %d, the body can use 2500", p.credit)
+	}
+	p.granted(150)
+	if p.credit != 150 {
+		t.Errorf("credit %d, bytes allow 150", p.credit)
+	}
+	p.leap(100)
+	p.granted(1000)
+	if p.credit != 150 {
+		t.Errorf("credit %d, nothing changed it from 150", p.credit)
+	}
+	p.used = true
+	if p.adjust(plenty) != 300 {
+		t.Errorf("credit %d, want twice 150", p.credit)
+	}
+	p.granted(3)
+	if p.adjust(plenty) != 64 {
+		t.Errorf("credit %d, want what it started with", p.credit)
+	}
+}
+
+// More is asked for in time for a round trip, and not more often than that
+// takes: the answer finds the body at work, and the loop with something to do.
+func TestAskAt(t *testing.T) {
+	const us, ms = time.Microsecond, time.Millisecond
+	for _, tc := range []struct {
+		name            string
+		body, trip, set time.Duration
+		owed, want      int
+	}{
+		{"nothing measured", 0, 0, 0, 64, 32},
+		{"half is less than a round trip", 1 * us, 0, 0, 5000, 2500},
+		{"what is owed is less than the credit", 1 * us, 0, 0, 100, 50},
+		{"an eighth of the look-ahead", 100 * us, 0, 0, 200, 25},
+		{"with the body at work it may be nothing", 5 * ms, 0, 0, 4, 0},
+		{"less than that is owed", 100 * us, 0, 0, 40, 20},
+		{"and a round trip", 1 * ms, 2 * ms, 0, 24, 5},
+		{"never more than half", 1 * ms, 50 * ms, 0, 120, 60},
+		{"of the look-ahead that is set", 1 * ms, 0, 800 * ms, 800, 100},
+	} {
+		p := newPacer(5000, startCredit, tc.set)
+		p.trip = tc.trip
+		if tc.body > 0 {
+			p.work(20_000, plenty, 128, always(tc.body))
+		}
+		if got := p.askAt(tc.owed); got != tc.want {
+			t.Errorf("%s: asks with %d owed, want %d (credit %d)", tc.name, got, tc.want, p.credit)
+		}
 	}
 }
 
@@ -217,8 +301,12 @@ func TestBytesFollowTheSizes(t *testing.T) {
 		t.Errorf("nothing seen: %d bytes for 64 messages, want %d", got, want)
 	}
 	p.work(1000, plenty, 100, always(time.Millisecond))
-	if got, want := p.bytesFor(10), 10*150+100; got != want {
-		t.Errorf("%d bytes for 10 messages of 100, want %d", got, want)
+	if got, want := p.bytesFor(10), 10*100+100; got != want {
+		t.Errorf("%d bytes for 10 messages of 100, want %d: none was larger", got, want)
+	}
+	p.saw(120)
+	if got, want := p.bytesFor(10), 10*120+120; got != want {
+		t.Errorf("with one of 120 among them: %d, want %d", got, want)
 	}
 	p.saw(50_000)
 	if got, want := p.bytesFor(10), 10*150+50_000; got != want {
@@ -252,6 +340,65 @@ func TestPacerIgnoresEmptyStretches(t *testing.T) {
 	p.handled(0, time.Hour, 0)
 	if p.body.known || p.size.known {
 		t.Error("a stretch without messages was counted")
+	}
+}
+
+// What the loop waits for between two bodies is not the body's time.
+func TestWaitingForAnAnswerIsNotBodyTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := frameLoop(t)
+		defer l.timer.Stop()
+		l.stretch = time.Now()
+		l.handled, l.taken = 10, 1000
+		time.Sleep(10 * time.Millisecond) // ten bodies
+		go func() {
+			time.Sleep(300 * time.Millisecond)
+			l.in.ch <- &nats.Msg{Subject: "answer"}
+		}()
+		if _, err := l.await("answer", time.Now().Add(time.Second)); err != nil {
+			t.Fatal(err)
+		}
+		l.link.barrier = func(context.Context) error { time.Sleep(200 * time.Millisecond); return nil }
+		if err := l.barrier(nil); err != nil {
+			t.Fatal(err)
+		}
+		l.fold(time.Now())
+		if got := time.Duration(l.pace.body.value); got != time.Millisecond {
+			t.Errorf("a body takes %v, want 1ms", got)
+		}
+	})
+}
+
+// In a crowd a loop asks when all it had asked for has come, and so needs one
+// inbox.
+func TestOnePullAtATimeInACrowd(t *testing.T) {
+	l := frameLoop(t)
+	defer l.timer.Stop()
+	l.in.forget()
+	b := l.share.b
+	b.rate.best = 1 << 28 // a second; less comes in the look-ahead than would be asked for
+	l.pos.pending = plenty
+	ask := func() int {
+		p := wire.Pull{Batch: 5000}
+		got, ok := l.reserve(&p, time.Now(), plain)
+		if !ok {
+			t.Fatal("nothing granted")
+		}
+		l.share.giveBack(got)
+		l.in.owed = p.Batch
+		defer func() { l.in.owed = 0 }()
+		return l.askAt()
+	}
+	if ask() == 0 {
+		t.Error("alone: it waits until nothing is owed")
+	}
+	b.hungry += budgetCrowd
+	if at := ask(); at != 0 {
+		t.Errorf("in a crowd: it asks with %d owed", at)
+	}
+	b.hungry -= budgetCrowd
+	if ask() == 0 {
+		t.Error("alone again: it waits until nothing is owed")
 	}
 }
 

@@ -33,10 +33,11 @@ type recheck struct {
 // due reports whether it is time. While bytes arrive on the connection, what was
 // sent may stand behind them: with a thousand loops on it that takes more than a
 // second.
-func (r *recheck) due(now time.Time, seen uint64) bool {
+func (r *recheck) due(now time.Time, k *link) bool {
 	if r.at.IsZero() || now.Before(r.at) {
 		return false
 	}
+	seen := k.stats().InBytes
 	if seen == r.seen || !now.Before(r.until) {
 		return true
 	}
@@ -66,7 +67,7 @@ func (l *loop) overdue(now time.Time) directive {
 	if l.stranded() && !now.Before(l.vet.at.Add(writeDeadline)) {
 		return directive{kind: restart, reason: fmt.Errorf("%s: %w", l.vet.subject, errNoAnswer)}
 	}
-	if l.recheck.due(now, l.link.stats().InBytes) {
+	if l.recheck.due(now, l.link) {
 		return l.probe()
 	}
 	for i := range l.in.slots {
@@ -358,9 +359,8 @@ func (l *loop) credit() int {
 	return n
 }
 
-// askAt returns how many messages are still owed when more is asked for: half
-// of the credit, or of what is owed where byte bounds allow no more. Where the
-// consumer's own limits keep pulls small, that is when a slot is free.
+// askAt returns how many messages are still owed when more is asked for. Where
+// the consumer's own limits keep pulls small, that is when a slot is free.
 func (l *loop) askAt() int {
 	if l.work != nil && !l.work.ahead() {
 		return -1 // when the body is back
@@ -368,7 +368,13 @@ func (l *loop) askAt() int {
 	if l.limits.batch > 0 || l.limits.bytes > 0 {
 		return l.pace.credit / 2
 	}
-	return min(l.pace.credit, l.in.owed) / 2
+	if l.crowd {
+		// Half as many pulls, and no second inbox: for a wildcard subscription
+		// that comes or goes the server walks its whole cache of subjects
+		// (sublist.go:513, 533).
+		return 0
+	}
+	return l.pace.askAt(l.in.owed)
 }
 
 // routine is a pull with the usual life.
@@ -419,6 +425,7 @@ func (l *loop) send(now time.Time, w pullSpec) directive {
 		l.share.giveBack(reserve)
 		return l.publishFailed(err)
 	}
+	l.pace.used = true
 	l.low = l.askAt()
 	s := &l.in.slots[i]
 	s.confirm = w.confirm
@@ -444,6 +451,10 @@ func (l *loop) room(batch, statuses int) (int, bool) {
 	if fit >= batch {
 		return batch, true
 	}
+	most := l.share.part() / l.pace.meanSize() // bytes will not allow more
+	if l.pace.size.known && fit >= most {
+		return fit, true
+	}
 	if l.in.owed > 0 || l.vet.reply != "" || l.in.waiting() > 0 {
 		// Growing waits until nothing is owed. If it is worth it, nothing more
 		// is asked for until then: a few pauses of one round trip in a loop's
@@ -456,6 +467,9 @@ func (l *loop) room(batch, statuses int) (int, bool) {
 	if l.beside.answer == nil {
 		l.beside = beside{} // its answer will find nobody; it is asked for again when it is needed
 	}
+	// Once, for all that can be used: doubling on from here would be as many
+	// pauses.
+	l.pace.leap(int(min(l.pos.pending, uint64(most))))
 	if err := l.in.grow(capacity(l.pace.credit, l.maxMessages) + 2*statuses + 8); err != nil {
 		return 0, false
 	}
@@ -506,6 +520,7 @@ func (l *loop) reserve(p *wire.Pull, now time.Time, as role) (int, bool) {
 		// Half of the look-ahead and a round trip more: two pulls in turn
 		// leave no pause.
 		useful := l.share.useful(l.in.bytes+want, l.pace.lookAhead()/2+l.pace.trip)
+		l.crowd = l.share.crowded()
 		room = min(room, max(useful, 2*l.pace.large)-l.in.bytes)
 	}
 	want = min(want, room)
@@ -539,7 +554,10 @@ func (l *loop) reserve(p *wire.Pull, now time.Time, as role) (int, bool) {
 	if !idle && l.pace.size.known {
 		// No more than is likely to come, so that what is owed tells when to
 		// ask again: a pull that is over only with a status costs a pause.
-		p.Batch = max(1, min(p.Batch, got/l.pace.meanSize()))
+		if n := max(1, got/l.pace.meanSize()); n < p.Batch {
+			p.Batch = n
+			l.pace.granted(l.in.owed + n)
+		}
 	}
 	return got, true
 }
