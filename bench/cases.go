@@ -15,17 +15,18 @@ type benchCase struct {
 	name  string
 	about string
 
-	n     int           // messages or keys that each loop reads
-	size  int           // bytes of payload
-	body  time.Duration // the body's work for each message: a sleep from 1 ms on, CPU below
-	rtt   time.Duration // round trip time added between client and server
-	loops int           // on one connection; 0 is 1
-	ack   bool          // messages are acknowledged
-	every time.Duration // publish while the loops read, this far apart; the stream is empty before
-	idle  time.Duration // stay for this time when everything is read
-	lasts time.Duration // a run ends after this time, wherever it is; 0: when n is reached
-	limit time.Duration // a run is given up after this time; default 2 minutes
-	long  bool          // runs once unless -full is given
+	n          int           // messages or keys that each loop reads
+	size       int           // bytes of payload
+	body       time.Duration // the body's work for each message: a sleep from 1 ms on, CPU below
+	rtt        time.Duration // round trip time added between client and server
+	loops      int           // on one connection; 0 is 1
+	ack        bool          // messages are acknowledged
+	ackPending int           // the durable consumer's MaxAckPending; 0: the server's default
+	every      time.Duration // publish while the loops read, this far apart; the stream is empty before
+	idle       time.Duration // stay for this time when everything is read
+	lasts      time.Duration // a run ends after this time, wherever it is; 0: when n is reached
+	limit      time.Duration // a run is given up after this time; default 2 minutes
+	long       bool          // runs once unless -full is given
 
 	phases []phase // for the picture: the body changes
 
@@ -85,7 +86,13 @@ func with(some ...contestant) []contestant { return append(some, theStock...) }
 
 var (
 	throughput = []string{"msgs/s", "cpu/msg", "server cpu/msg", "allocs/msg", "peak heap"}
-	buffering  = []string{"msgs/s", "waiting", "cpu/msg", "server cpu/msg", "peak heap"}
+	buffering  = []string{"msgs/s", "in body", "waiting", "cpu/msg", "server cpu/msg", "peak heap"}
+	queues     = []contestant{
+		{name: pacedName, run: pacedConsume},
+		{name: "Messages", run: messages(durable)},
+		{name: "Consume", run: consume(durable)},
+		{name: "Fetch", run: fetch(durable)},
+	}
 )
 
 // cases vary one dimension at a time from the first one: 128 B, a body that
@@ -184,14 +191,15 @@ var cases = []benchCase{
 	{
 		name: "ack", about: "Durable consumer, each message acknowledged, body does nothing",
 		n: 150_000, size: 128, ack: true, prepare: fillStream,
-		contestants: []contestant{
-			{name: pacedName, run: pacedConsume},
-			{name: "Messages", run: messages(durable)},
-			{name: "Consume", run: consume(durable)},
-			{name: "Fetch", run: fetch(durable)},
-		},
-		metrics: throughput,
-		wants:   []want{atLeast(1, "Consume", "msgs/s"), atLeast(1.2, "Messages", "msgs/s")},
+		contestants: queues, metrics: throughput,
+		wants: []want{atLeast(1, "Consume", "msgs/s"), atLeast(1.2, "Messages", "msgs/s")},
+	},
+	{
+		// The server's default of 1000 (consumer.go:604) is less than a window of
+		// any of them.
+		name: "ack-5000", about: "The same with a MaxAckPending of 5000",
+		n: 150_000, size: 128, ack: true, ackPending: 5000, prepare: fillStream,
+		contestants: queues, metrics: throughput,
 	},
 	keysCase("keys-1k", 1000),
 	keysCase("keys-10k", 10_000),

@@ -46,6 +46,7 @@ type loop struct {
 	n         int
 	stream    string
 	handed    atomic.Int64 // messages given to the body
+	inBody    atomic.Int64 // nanoseconds that the body took
 	latencies []float64
 	_         [64]byte // loops count on several cores
 }
@@ -170,10 +171,11 @@ func (k *client) run(url string, who contestant) (map[string]float64, []sample, 
 }
 
 func (k *client) values(samples []sample) map[string]float64 {
-	var total int64
+	var total, inBody int64
 	var latencies []float64
 	for _, l := range k.loops {
 		total += l.handed.Load()
+		inBody += l.inBody.Load()
 		latencies = append(latencies, l.latencies...)
 	}
 	n, seconds := float64(total), k.end.at.Sub(k.begin.at).Seconds()
@@ -184,6 +186,7 @@ func (k *client) values(samples []sample) map[string]float64 {
 		"cpu/msg":    (k.end.cpu - k.begin.cpu).Seconds() * 1e6 / n,
 		"allocs/msg": float64(k.end.mallocs-k.begin.mallocs) / n,
 		"peak heap":  float64(k.heap.Load()) / 1e6,
+		"in body":    100 * float64(inBody) / 1e9 / seconds / float64(len(k.loops)),
 	}
 	if k.body > 0 && len(samples) > 0 {
 		// The first half belongs to those who have to learn how long the body
@@ -225,10 +228,10 @@ func (l *loop) work() {
 	}
 	if d >= time.Millisecond {
 		time.Sleep(d)
-		return
 	}
 	for time.Since(start) < d {
 	}
+	l.inBody.Add(int64(time.Since(start)))
 }
 
 // finish is called once in a loop, when it has read what it wanted. It checks

@@ -72,7 +72,7 @@ func pacedOrdered(ctx context.Context, l *loop) error {
 }
 
 func pacedConsume(ctx context.Context, l *loop) error {
-	cfg := paced.ConsumeConfig{Stream: l.stream, Consumer: durableConfig, Listener: tellRebuilds}
+	cfg := paced.ConsumeConfig{Stream: l.stream, Consumer: durableConfig(l), Listener: tellRebuilds}
 	for msg, err := range paced.Consume(ctx, l.js, cfg) {
 		if err != nil {
 			return err
@@ -99,10 +99,12 @@ func ordered(ctx context.Context, l *loop) (jetstream.Consumer, error) {
 	return l.js.OrderedConsumer(ctx, l.stream, jetstream.OrderedConsumerConfig{})
 }
 
-var durableConfig = jetstream.ConsumerConfig{Durable: "bench", AckPolicy: jetstream.AckExplicitPolicy}
+func durableConfig(l *loop) jetstream.ConsumerConfig {
+	return jetstream.ConsumerConfig{Durable: "bench", AckPolicy: jetstream.AckExplicitPolicy, MaxAckPending: l.ackPending}
+}
 
 func durable(ctx context.Context, l *loop) (jetstream.Consumer, error) {
-	return l.js.CreateOrUpdateConsumer(ctx, l.stream, durableConfig)
+	return l.js.CreateOrUpdateConsumer(ctx, l.stream, durableConfig(l))
 }
 
 func messages(create create) runFunc {

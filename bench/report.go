@@ -28,6 +28,7 @@ var known = map[string]metric{
 	"allocs/msg":     {digits: 3},
 	"peak heap":      {unit: "MB", digits: 1},
 	"waiting":        {unit: "ms of work"},
+	"in body":        {unit: "% of the time", digits: 1, more: true},
 	"p50":            {unit: "µs"},
 	"p99":            {unit: "µs"},
 	"goroutines":     {digits: 2},
@@ -46,7 +47,8 @@ func printHead(w io.Writer) {
 Medians, in brackets the extremes. × is paced divided by the line's contestant, the
 median of the rounds. cpu/msg: user and system time of the client's process. peak
 heap: spans in use, garbage included, sampled. waiting: what has come and not been
-handed to the body, at most, in the second half of a run.
+handed to the body, at most, in the second half of a run. in body: the loops' time that
+the body took; a body that sleeps sleeps longer in a process that receives something.
 `, time.Now().UTC().Format("2006-01-02 15:04 MST"), runtime.NumCPU(), runtime.GOOS, runtime.GOARCH,
 		runtime.Version(), nats.Version, server.VERSION)
 }
