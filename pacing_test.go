@@ -402,6 +402,19 @@ func TestOnePullAtATimeInACrowd(t *testing.T) {
 	}
 }
 
+// A full channel has no room, also where bytes would not allow a single message.
+func TestNoRoomForNothing(t *testing.T) {
+	l := frameLoop(t)
+	defer l.timer.Stop()
+	l.pace.size = average{1 << 30, true}
+	full := l.in.fits(1<<20, 4)
+	l.in.slots[0].owed += full
+	l.in.owed += full
+	if n, ok := l.room(10, 4); ok {
+		t.Errorf("room for %d", n)
+	}
+}
+
 // A loop that waited in line for room for a message of any size asks for that
 // message alone when its turn comes: the pull has no byte bound.
 func TestOversizeMessageComesAloneAfterWaiting(t *testing.T) {

@@ -451,7 +451,7 @@ func (l *loop) room(batch, statuses int) (int, bool) {
 	if fit >= batch {
 		return batch, true
 	}
-	most := l.share.part() / l.pace.meanSize() // bytes will not allow more
+	most := max(1, l.share.part()/l.pace.meanSize()) // bytes will not allow more
 	if l.pace.size.known && fit >= most {
 		return fit, true
 	}
