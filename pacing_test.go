@@ -396,6 +396,11 @@ func TestOnePullAtATimeInACrowd(t *testing.T) {
 	if at := ask(); at != 0 {
 		t.Errorf("in a crowd: it asks with %d owed", at)
 	}
+	l.caught, l.pos.pending = true, 0
+	if ask() == 0 {
+		t.Error("in a crowd, with nothing to read: it waits until nothing is owed")
+	}
+	l.caught, l.pos.pending = false, plenty
 	b.hungry -= budgetCrowd
 	if ask() == 0 {
 		t.Error("alone again: it waits until nothing is owed")

@@ -509,6 +509,7 @@ func (l *loop) reserve(p *wire.Pull, now time.Time, as role) (int, bool) {
 		room = min(room, l.limits.bytes)
 	}
 	want := l.pace.bytesFor(p.Batch)
+	l.crowd = false
 	switch {
 	case as == rescue:
 		want = min(max(l.pace.bytesFor(1), min(rescueBytes, room/4)), l.maxMessage, max(room/2, 1))
