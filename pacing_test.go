@@ -3,13 +3,17 @@ package paced
 import (
 	"context"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
+	"weak"
 
 	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
 
+	"github.com/pacedgo/paced/internal/testserver"
 	"github.com/pacedgo/paced/internal/wire"
 )
 
@@ -405,6 +409,76 @@ func TestOnePullAtATimeInACrowd(t *testing.T) {
 	if ask() == 0 {
 		t.Error("alone again: it waits until nothing is owed")
 	}
+}
+
+// Where bytes allow fewer messages than the body can use, the credit goes on from
+// those, and the channel does not grow for the others.
+func TestBytesBoundCreditAndChannel(t *testing.T) {
+	l := frameLoop(t)
+	defer l.timer.Stop()
+	l.in.forget()
+	l.share.giveBack(l.in.spare)
+	l.in.spare = 0
+	for i := range l.in.slots {
+		l.in.slots[i].open = false
+	}
+	if err := l.in.start(64, 50); err != nil {
+		t.Fatal(err)
+	}
+	const size = 16 << 10
+	l.pace.handled(10, 10*time.Microsecond, 10*size)
+	l.pos.pending = plenty
+	l.pace.credit = 5000
+	room, ok := l.room(5000, 50)
+	if !ok || room < l.share.part()/size || cap(l.in.ch) > 1000 {
+		t.Errorf("room for %d, %v, in a channel of %d; bytes allow %d", room, ok, cap(l.in.ch), l.share.part()/size)
+	}
+	p := wire.Pull{Batch: room}
+	got, ok := l.reserve(&p, time.Now(), plain)
+	if !ok || p.Batch >= room {
+		t.Fatalf("%+v: bytes do not cut it, %v", p, ok)
+	}
+	l.share.giveBack(got)
+	if l.pace.credit != p.Batch {
+		t.Errorf("credit %d after bytes allowed %d", l.pace.credit, p.Batch)
+	}
+
+	// Small messages: the channel is what is too small.
+	l.pace.size = average{100, true}
+	l.pace.large = 100
+	l.pace.credit = 512
+	l.pace.adjust(plenty)
+	if room, ok := l.room(512, 50); !ok || room != 512 || cap(l.in.ch) < 5000 {
+		t.Errorf("room for %d, %v, in a channel of %d", room, ok, cap(l.in.ch))
+	}
+}
+
+// A loop that has nothing to read does not keep what it read last.
+func TestIdleLoopKeepsNoMessage(t *testing.T) {
+	testserver.InBubble(t, func(t *testing.T) {
+		r := newRig(t, "", quietly())
+		r.stream(jetstream.StreamConfig{})
+		r.publish("s.a", 3)
+		var last weak.Pointer[nats.Msg]
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			for m, err := range Ordered(ctx, r.js, OrderedConfig{Stream: "S"}) {
+				if err == nil {
+					last = weak.Make(m.m)
+				}
+			}
+		}()
+		time.Sleep(time.Second)
+		synctest.Wait()
+		runtime.GC()
+		if m := last.Value(); m != nil {
+			t.Errorf("the message with %d bytes of %s is still there", len(m.Data), m.Subject)
+		}
+		cancel()
+		<-done
+	})
 }
 
 // A full channel has no room, also where bytes would not allow a single message.
