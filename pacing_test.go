@@ -481,6 +481,47 @@ func TestIdleLoopKeepsNoMessage(t *testing.T) {
 	})
 }
 
+// A parked loop that stands in the budget's line is woken when its turn comes.
+func TestTurnInLineWakes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := frameLoop(t)
+		defer l.timer.Stop()
+		l.share.leave()
+		nc := new(nats.Conn)
+		other := joinBudget(nc)
+		defer other.leave()
+		l.share = joinBudget(nc)
+		defer l.share.leave()
+		l.in.forget()
+		l.in.spare = 0
+		for i := range l.in.slots {
+			l.in.slots[i].open = false
+		}
+		if err := l.in.start(64, 50); err != nil {
+			t.Fatal(err)
+		}
+		l.in.ch = make(chan *nats.Msg, 1000)
+		other.claim(other.b.size, 1, false)
+		l.line = place{need: other.b.size}
+		l.share.enqueue(l.line.need)
+		const later = 50 * time.Millisecond
+		start := time.Now()
+		go func() {
+			time.Sleep(later)
+			other.giveBack(other.held())
+		}()
+		for mine := false; !mine; _, mine = l.share.granted() {
+			var m Msg
+			if d := l.wait(&m); d.kind != skip {
+				t.Fatal(d.kind, d.reason)
+			}
+		}
+		if d := time.Since(start); d != later {
+			t.Errorf("its turn is noticed after %v, it came after %v", d, later)
+		}
+	})
+}
+
 // A full channel has no room, also where bytes would not allow a single message.
 func TestNoRoomForNothing(t *testing.T) {
 	l := frameLoop(t)
